@@ -1,0 +1,112 @@
+"""pipeloom: pipeline-parallel training for PyTorch.
+
+>>> import pipeloom
+>>> schedule = pipeloom.build_schedule("1f1b", ranks=2, microbatches=3)
+>>> print(schedule)
+# 1f1b · 2 ranks · 2 stages · 3 microbatches
+rank 0   0F0  0F1  0B0  0F2  0B1  0B2
+rank 1   1F0  1B0  1F1  1B1  1F2  1B2
+>>> pipeloom.verify(schedule).ok
+True
+
+The names are loaded on use: ``import pipeloom`` is quick and works without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.errors import (
+    CostFileError,
+    MissingExtraError,
+    ParseError,
+    PipelineStalled,
+    PipeloomError,
+    RankLost,
+    ScheduleError,
+    ShapeError,
+    StepError,
+    StepFailed,
+    VerificationError,
+)
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Action": "pipeloom.ir.action",
+    "Kind": "pipeloom.ir.action",
+    "Placement": "pipeloom.ir.placement",
+    "Schedule": "pipeloom.ir.schedule",
+    "make_schedule": "pipeloom.ir.schedule",
+    "Topology": "pipeloom.ir.topology",
+    "format_grid": "pipeloom.ir.notation",
+    "parse_action": "pipeloom.ir.notation",
+    "parse_grid": "pipeloom.ir.notation",
+    "load_schedule": "pipeloom.ir.serialization",
+    "build_schedule": "pipeloom.schedules.registry",
+    "list_schedules": "pipeloom.schedules.registry",
+    "register_schedule": "pipeloom.schedules.registry",
+    "PassPipeline": "pipeloom.passes.pipeline",
+    "lower": "pipeloom.passes.pipeline",
+    "Report": "pipeloom.verify.report",
+    "Violation": "pipeloom.verify.report",
+    "verify": "pipeloom.verify.verifier",
+}
+
+if TYPE_CHECKING:
+    from pipeloom.ir.action import Action, Kind
+    from pipeloom.ir.notation import format_grid, parse_action, parse_grid
+    from pipeloom.ir.placement import Placement
+    from pipeloom.ir.schedule import Schedule, make_schedule
+    from pipeloom.ir.serialization import load_schedule
+    from pipeloom.ir.topology import Topology
+    from pipeloom.passes.pipeline import PassPipeline, lower
+    from pipeloom.schedules.registry import build_schedule, list_schedules, register_schedule
+    from pipeloom.verify.report import Report, Violation
+    from pipeloom.verify.verifier import verify
+
+__all__ = [
+    "Action",
+    "CostFileError",
+    "Kind",
+    "MissingExtraError",
+    "ParseError",
+    "PassPipeline",
+    "PipelineStalled",
+    "PipeloomError",
+    "Placement",
+    "RankLost",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "ShapeError",
+    "StepError",
+    "StepFailed",
+    "Topology",
+    "VerificationError",
+    "Violation",
+    "build_schedule",
+    "format_grid",
+    "list_schedules",
+    "load_schedule",
+    "lower",
+    "make_schedule",
+    "parse_action",
+    "parse_grid",
+    "register_schedule",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
