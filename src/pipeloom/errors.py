@@ -8,6 +8,8 @@
     ├── ParseError         (ValueError)    text, CSV or JSON that says no action or schedule
     ├── ShapeError         (ValueError)    batch, microbatch or boundary tensors of a wrong shape
     ├── CostFileError      (ValueError)    a cost file or cost model that cannot be used
+    ├── BackwardMethodError (ValueError)   a stage's backward cannot be split as asked
+    ├── BackwardError      (RuntimeError)  a stage's backward would be wrong; names the parameters
     ├── MissingExtraError  (ImportError)   an optional package is needed; names the extra to install
     └── StepError          (RuntimeError)  with rank, stage, microbatch, action and origin
         ├── StepFailed                     an action raised, here or on another rank
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from pipeloom.verify.report import Report
 
 __all__ = [
+    "BackwardError",
+    "BackwardMethodError",
     "CostFileError",
     "MissingExtraError",
     "ParseError",
@@ -68,6 +72,36 @@ class ShapeError(PipeloomError, ValueError):
 
 class CostFileError(PipeloomError, ValueError):
     """A cost file or model cannot be used; the message goes through it field by field."""
+
+
+class BackwardMethodError(PipeloomError, ValueError):
+    """A stage's backward cannot be split in the way asked for; says why and what works."""
+
+
+class BackwardError(PipeloomError, RuntimeError):
+    """A stage's backward cannot give the right gradients; ``parameters`` names those concerned."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.microbatch = microbatch
+        self.parameters = parameters
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_backward_error, (self.args[0], dict(self.__dict__))
+
+
+def _rebuild_backward_error(message: str, attributes: dict[str, object]) -> BackwardError:
+    error = BackwardError(message)
+    error.__dict__.update(attributes)
+    return error
 
 
 class MissingExtraError(PipeloomError, ImportError):
