@@ -1,0 +1,1 @@
+"""How messages travel between ranks: one small protocol and its implementations."""
