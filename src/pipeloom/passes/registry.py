@@ -2,7 +2,8 @@
 
 ::
 
-    "unshard_parameters:lookahead=2:stages=0+3"   →   unshard_parameters(…, lookahead=2, stages={0, 3})
+    "unshard_parameters:lookahead=2:stages=0+3"
+        → unshard_parameters(schedule, lookahead=2, stages={0, 3})
 """
 
 from __future__ import annotations

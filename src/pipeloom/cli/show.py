@@ -1,0 +1,96 @@
+"""``pipeloom show``: print a schedule, or save it or its picture."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from pipeloom.cli.common import (
+    SCHEDULE_SUFFIXES,
+    AsJson,
+    Chunks,
+    Microbatches,
+    NameOrFile,
+    Options,
+    Ranks,
+    TopologyOption,
+    resolve_schedule,
+)
+from pipeloom.ir.notation import format_grid
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.serialization import schedule_to_json
+
+
+class Direction(StrEnum):
+    """How ranks lie in the grid."""
+
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+def run(
+    name_or_file: NameOrFile,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    option: Options = None,
+    topology: TopologyOption = None,
+    lower: Annotated[bool, typer.Option("--lower", help="With sends and receives.")] = False,
+    ranks_as: Annotated[
+        Direction, typer.Option("--ranks-as", help="How ranks lie in the grid.")
+    ] = Direction.ROWS,
+    save: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write the order (.csv, .json) or a picture (.svg, .png, .html, .trace.json); "
+            "may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a schedule of the library or of a file.
+
+    Without --lower it is the order of computations; sends and receives are shown where a file has
+    them.
+    """
+    schedule = resolve_schedule(
+        name_or_file,
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        options=option,
+        topology=topology,
+    )
+    if lower:
+        from pipeloom.passes.pipeline import lower as lower_schedule
+
+        schedule = lower_schedule(schedule)
+    for path in save or ():
+        save_as(schedule, path)
+    if as_json:
+        print(schedule_to_json(schedule), end="")
+    elif save:
+        for path in save:
+            print(f"wrote {path}")
+    else:
+        direction = cast(Literal["rows", "columns"], ranks_as.value)
+        print(format_grid(schedule, ranks_as=direction))
+
+
+def save_as(schedule: Schedule, path: Path) -> None:
+    """Write the order itself, or, for the suffix of a picture, the simulated timeline."""
+    name = path.name.lower()
+    if name.endswith(SCHEDULE_SUFFIXES) and not name.endswith(".trace.json"):
+        schedule.save(path)
+        return
+    from pipeloom.ir.renderers import find_renderer
+    from pipeloom.simulate import simulate
+
+    find_renderer(path)  # An unknown suffix is an error before anything is simulated.
+    simulate(schedule).save(path)
