@@ -78,17 +78,15 @@ def UNBALANCED() -> Schedule:
 
 
 def SEPARATE_WEIGHTS() -> Schedule:
-    rows = (
-        (_F(0, 0), _F(0, 1), _F(2, 0), _F(2, 1))
-        + (_I(2, 0), _W(2, 0), _I(2, 1), _I(0, 0), _W(0, 0), _I(0, 1), _W(2, 1), _W(0, 1)),
-        (_F(1, 0), _F(1, 1), _F(3, 0), _I(3, 0), _F(3, 1), _I(3, 1))
-        + (_W(3, 1), _I(1, 0), _I(1, 1), _W(1, 1), _W(3, 0), _W(1, 0)),
-    )
+    fill_even = (_F(0, 0), _F(0, 1), _F(2, 0), _F(2, 1))
+    rest_even = (_I(2, 0), _W(2, 0), _I(2, 1), _I(0, 0), _W(0, 0), _I(0, 1), _W(2, 1), _W(0, 1))
+    fill_odd = (_F(1, 0), _F(1, 1), _F(3, 0), _I(3, 0), _F(3, 1), _I(3, 1))
+    rest_odd = (_W(3, 1), _I(1, 0), _I(1, 1), _W(1, 1), _W(3, 0), _W(1, 0))
     return Schedule(
         placement=Placement.loop(2, 2),
         topology=Topology.chain(4),
         num_microbatches=2,
-        actions=rows,
+        actions=(fill_even + rest_even, fill_odd + rest_odd),
         name="separate_weights",
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipeloom.schedules.chimera import chimera
+from pipeloom.schedules.dualpipe import dualpipe, dualpipev
 from pipeloom.schedules.entry import ScheduleEntry
 from pipeloom.schedules.fill_drain import forward_only, gpipe
 from pipeloom.schedules.interleaved import grouped_interleaved, interleaved_1f1b, looped_bfs
@@ -24,5 +26,8 @@ BUILT_IN: tuple[ScheduleEntry, ...] = tuple(
         zb_h2,
         zbv,
         grouped_interleaved,
+        chimera,
+        dualpipe,
+        dualpipev,
     )
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.zoo import TEXTS, ZOO
 
 from pipeloom.ir.notation import parse_csv
 from pipeloom.ir.schedule import make_schedule
+from tests.support.zoo import TEXTS, ZOO
 
 
 @pytest.mark.parametrize("name", ZOO)
