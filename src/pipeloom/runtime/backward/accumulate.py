@@ -1,0 +1,220 @@
+"""W: from what I kept to ``.grad``.
+
+Two ways lead there, decided per parameter at W:
+
+*In place*, for a parameter that only plain chains lead to and that has no hooks of its own: the
+product is added to ``.grad`` by the product itself (``addmm_``). The parameter's place in the
+autograd graph is then passed once with nothing to add, so that those who listen there (gradient
+reducers) learn that it is done.
+
+*Through torch's engine*, for everything else: the gradients enter the graph where W begins, and
+tensor hooks, accumulation and post-accumulate hooks run as in any backward::
+
+    product ──► T ──► cast ──► (hooks) .grad (hooks)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipeloom.runtime.backward.plan import Deferred, Plan
+from pipeloom.runtime.backward.recipes import Operands
+from pipeloom.runtime.backward.walk import Edge
+
+__all__ = ["Pending", "Product", "add_weight_gradients", "weight_gradients"]
+
+
+@dataclass(slots=True)
+class Product:
+    """A weight product to come: the gradient of the result, and the operands taken from F."""
+
+    use: Deferred
+    grad: Tensor
+    operands: Operands
+    versions: tuple[int, ...]
+
+    def changed(self) -> bool:
+        """Whether someone overwrote an operand since F."""
+        return self.versions != versions_of(self.operands)
+
+
+@dataclass(slots=True)
+class Pending:
+    """What one microbatch keeps between I and W."""
+
+    plan: Plan
+    nodes: dict[int, Any]
+    products: list[Product] = field(default_factory=list)
+    gradients: list[tuple[Edge, Tensor]] = field(default_factory=list)
+    reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)
+    boxed: list[Tensor] = field(default_factory=list)
+
+    def edge(self, edge: Edge) -> GradientEdge:
+        return GradientEdge(self.nodes[edge[0]], edge[1])
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held."""
+        held = [grad for _, grad in self.gradients] + list(self.boxed)
+        for product in self.products:
+            held += [product.grad, *(x for x in product.operands if isinstance(x, Tensor))]
+        for _, _, grads in self.reruns:
+            held += grads
+        return held
+
+
+def versions_of(operands: Operands) -> tuple[int, ...]:
+    return tuple([x._version for x in operands if isinstance(x, Tensor)])
+
+
+class _Pass(torch.autograd.Function):
+    """Reaches parameters' places in the graph without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        return (None,) * ctx.count
+
+
+def add_weight_gradients(pending: Pending) -> None:
+    """Add everything that is pending to ``.grad``; empties ``pending`` as it goes."""
+    plan = pending.plan
+    roots: dict[int, list[tuple[Edge, Tensor]]] = {}
+    arrived: dict[int, Tensor] = {}
+    targets = {leaf: _target(pending.nodes[leaf].variable) for leaf in plan.in_place}
+
+    def send(edge: Edge, grad: Tensor) -> None:
+        roots.setdefault(plan.group[edge[0]], []).append((edge, grad))
+
+    # Later layers first, as a backward would: reducers fill their buckets in that order.
+    for position, product in enumerate(pending.products):
+        use = product.use
+        parameter = targets.get(use.leaf) if use.leaf is not None else None
+        if parameter is None or not _fits(parameter, product.grad):
+            send(use.target, use.recipe.compute(product.grad, product.operands, False))
+        else:
+            _add_product(parameter, product)
+            arrived[id(parameter)] = parameter
+        pending.products[position] = None  # type: ignore[call-overload]
+    pending.products = []
+    for edges, asked, grads in pending.reruns:
+        for edge, grad in _run_again(pending, edges, asked, grads):
+            send(edge, grad)
+    pending.reruns, pending.boxed = [], []
+    for edge, grad in pending.gradients:
+        parameter = targets.get(edge[0])
+        if parameter is None or not _fits(parameter, grad):
+            send(edge, grad)
+        else:
+            _add_tensor(parameter, grad)
+            arrived[id(parameter)] = parameter
+    pending.gradients = []
+    for group in roots.values():
+        torch.autograd.backward([pending.edge(edge) for edge, _ in group], [g for _, g in group])
+    if arrived:
+        with torch.enable_grad():
+            passed = _Pass.apply(*arrived.values())
+        torch.autograd.backward(passed, torch.empty(()))
+
+
+def weight_gradients(pending: Pending) -> dict[int, Tensor]:
+    """The gradients that W would add, per parameter's node, without adding or freeing anything."""
+    edges: list[tuple[Edge, Tensor]] = list(pending.gradients)
+    for product in pending.products:
+        grad = product.use.recipe.compute(product.grad, product.operands, False)
+        edges.append((product.use.target, grad))
+    for starts, asked, grads in pending.reruns:
+        edges += _run_again(pending, starts, asked, grads)
+    leaves = [leaf for leaf in pending.plan.leaves if leaf in pending.nodes]
+    if not edges or not leaves:
+        return {}
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        [pending.edge(edge) for edge, _ in edges],
+        [GradientEdge(pending.nodes[leaf], 0) for leaf in leaves],
+        [grad for _, grad in edges],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {leaf: grad for leaf, grad in zip(leaves, found, strict=True) if grad is not None}
+
+
+def _run_again(
+    pending: Pending, edges: Sequence[GradientEdge], asked: Sequence[Edge], grads: Sequence[Tensor]
+) -> list[tuple[Edge, Tensor]]:
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        edges,
+        [pending.edge(edge) for edge in asked],
+        grads,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return [(edge, grad) for edge, grad in zip(asked, found, strict=True) if grad is not None]
+
+
+# ── in place ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _target(parameter: Tensor) -> Tensor | None:
+    """The parameter, if its ``.grad`` may be added to without the engine."""
+    if type(parameter) not in (Tensor, torch.nn.Parameter) or parameter._backward_hooks:
+        return None
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return None
+    grad = parameter.grad
+    if grad is None:
+        return parameter if parameter.layout is torch.strided else None
+    plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
+    return parameter if plain else None
+
+
+def _fits(parameter: Tensor, grad: Tensor) -> bool:
+    """Whether the engine would do no more than add the gradient as it is."""
+    return (
+        type(grad) is Tensor
+        and grad.layout is torch.strided
+        and grad.device == parameter.device
+        and grad.is_complex() == parameter.is_complex()
+    )
+
+
+def _add_product(parameter: Tensor, product: Product) -> None:
+    use, total = product.use, parameter.grad
+    with torch.no_grad():
+        if (
+            total is not None
+            and use.recipe.add_to is not None
+            and total.dtype == product.grad.dtype
+        ):
+            use.recipe.add_to(total, product.grad, product.operands, use.transposed)
+            return
+        value = use.recipe.compute(product.grad, product.operands, use.transposed)
+        if value.layout is not torch.strided:  # an embedding that asked for sparse gradients
+            parameter.grad = value if total is None else total.add_(value)
+        else:
+            _store(parameter, value, fresh=True)
+
+
+def _add_tensor(parameter: Tensor, grad: Tensor) -> None:
+    with torch.no_grad():
+        _store(parameter, grad, fresh=False)
+
+
+def _store(parameter: Tensor, value: Tensor, *, fresh: bool) -> None:
+    """``parameter.grad += value``; a fresh value may become ``.grad`` itself."""
+    if parameter.grad is not None:
+        parameter.grad.add_(value)
+        return
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    usable = fresh and value.dtype == dtype and value.stride() == parameter.stride()
+    if not usable:
+        value = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+    parameter.grad = value

@@ -1,0 +1,72 @@
+"""Saved tensors in boxes that can be emptied one by one.
+
+Running a node again at W needs its graph kept through I, and with it torch keeps everything that
+any node saved. With each saved tensor in a box of ours, I can empty the boxes that W has no use
+for::
+
+    node A  [x]──► emptied after I        node B (run again at W)  [y]──► kept until W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Boxes"]
+
+
+class Box:
+    """One saved tensor; remembers its version, since torch does not compare it behind hooks."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+
+    def open(self) -> Tensor:
+        if self.tensor is None:
+            raise RuntimeError("a tensor was asked for that the backward of the inputs freed")
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.tensor.shape)} is at version "
+                f"{self.tensor._version}, expected version {self.version}"
+            )
+        return self.tensor
+
+
+class Boxes(saved_tensors_hooks):
+    """Around a forward: puts what the graph saves into boxes."""
+
+    def __init__(self) -> None:
+        contents: list[Box] = []
+
+        def pack(tensor: Tensor) -> Box:
+            box = Box(tensor)
+            contents.append(box)
+            return box
+
+        super().__init__(pack, Box.open)
+        self.contents = contents
+
+    def keep_only(self, nodes: Iterable[Any]) -> list[Tensor]:
+        """Empty every box but those of ``nodes``; returns what stays."""
+        kept = {id(box): box for node in nodes for box in _boxes_of(node)}
+        for box in self.contents:
+            if id(box) not in kept:
+                box.tensor = None
+        self.contents = list(kept.values())
+        return [box.tensor for box in kept.values() if box.tensor is not None]
+
+
+def _boxes_of(node: Any) -> Iterable[Box]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
+                if getattr(one, "unpack_hook", None) is Box.open:
+                    yield one.data

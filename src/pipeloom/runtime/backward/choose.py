@@ -1,0 +1,108 @@
+"""From what a user asks for to the object that runs a stage's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pipeloom.errors import BackwardMethodError
+from pipeloom.runtime.backward.method import BackwardMethod
+from pipeloom.runtime.backward.split import SplitBackward
+from pipeloom.runtime.backward.whole import UserWeightBackward, WholeBackward
+
+__all__ = ["METHODS", "check_compiled", "choose_method"]
+
+METHODS = ("auto", "deferred", "graph", "whole")
+SELF_CHECKS = ("structural", "numeric", "off")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def choose_method(
+    module: nn.Module,
+    *,
+    method: str = "auto",
+    weight_backward: Callable[[], Callable[[], object]] | None = None,
+    self_check: str = "structural",
+    strict: bool = False,
+    accumulate_fp32: bool = False,
+    stage: int | None = None,
+) -> BackwardMethod:
+    """The backward of one stage.
+
+    ``method``
+        ``"auto"`` decides per shape of graph; ``"deferred"`` computes weight products at W,
+        ``"graph"`` runs nodes of the autograd graph again at W, ``"whole"`` does all at I.
+    ``weight_backward``
+        For a module that defers its own weight gradients: called after each backward of the stage,
+        returns what W is to run.
+    ``self_check``
+        ``"structural"`` checks every plan, ``"numeric"`` also compares the first microbatch of
+        every plan with a full backward, ``"off"`` trusts.
+    ``strict``
+        Raise, instead of warning, where a backward cannot be split as asked.
+    ``accumulate_fp32``
+        Keep ``.grad`` of half-precision parameters in float32.
+
+    >>> choose_method(torch.nn.Linear(2, 2), method="later")
+    Traceback (most recent call last):
+    pipeloom.errors.BackwardMethodError: method 'later' is none of auto, deferred, graph, whole
+    """
+    for value, name, known in (
+        (method, "method", METHODS),
+        (self_check, "self_check", SELF_CHECKS),
+    ):
+        if value not in known:
+            raise BackwardMethodError(f"{name} {value!r} is none of {', '.join(known)}")
+    if accumulate_fp32:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.dtype in HALF:
+                parameter.grad_dtype = torch.float32
+    if weight_backward is not None:
+        if method != "auto":
+            raise BackwardMethodError(
+                f"weight_backward and method={method!r} exclude each other: the stage's own "
+                "runner replaces the split; leave out one of them"
+            )
+        return UserWeightBackward(weight_backward, stage=stage)
+    if method == "whole":
+        return WholeBackward(stage=stage, reason="asked for")
+    check_compiled(module, method)
+    return SplitBackward(module, method=method, self_check=self_check, strict=strict, stage=stage)
+
+
+def check_compiled(module: nn.Module, method: str) -> None:
+    """Refuse, when a pipeline is built, what cannot work on compiled code.
+
+    ========== =================================== ==========================================
+    method     a compiled block inside the stage   the stage itself compiled
+    ========== =================================== ==========================================
+    auto       what is outside is deferred         works as ``whole``
+    deferred   what is outside is deferred         refused: there is nothing outside
+    graph      refused: needs the graph kept,      refused
+               which compiled code does not do
+    whole      works                               works
+    ========== =================================== ==========================================
+    """
+    compiled = [name for name, part in module.named_modules() if is_compiled(part)]
+    if not compiled or method in ("auto", "whole"):
+        return
+    where = "the stage itself" if compiled[0] == "" else f"its part {compiled[0]!r}"
+    if method == "graph":
+        raise BackwardMethodError(
+            f'method="graph" cannot split a stage with compiled code ({where}): it keeps the graph '
+            "through I, and compiled backwards reuse their saved memory at once; "
+            'use method="auto", which defers what is outside the compiled code'
+        )
+    if compiled[0] == "":
+        raise BackwardMethodError(
+            'method="deferred" finds nothing to defer when the stage itself is compiled: its '
+            "backward computes the gradients of inputs and weights in one call; compile parts "
+            'without large weights instead, or use method="auto", which then runs it whole'
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs what ``torch.compile`` made."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,195 @@
+"""Which method a stage's graph gets, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from pipeloom.runtime.backward.checkpointing import is_recomputed
+from pipeloom.runtime.backward.method import Choice
+from pipeloom.runtime.backward.plan import FUSED_TYPES, Plan, make_plan
+from pipeloom.runtime.backward.recipes import Recipe
+from pipeloom.runtime.backward.self_check import structural_faults
+from pipeloom.runtime.backward.walk import Graph
+
+__all__ = ["Decision", "decide", "learnable_layers"]
+
+# Products without a recipe whose backward computes each half on its own: worth a later run.
+RERUN_TYPES = frozenset({"CdistBackward0", "LinearBackward0", "TrilinearBackward0"})
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+COMPILED = "CompiledFunctionBackward"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What is done for one shape of graph; no plan means a whole backward at I.
+
+    ``uncovered`` names parameters because of which the backward is not split although it was asked
+    for. ``unlearned`` are parameters inside checkpoints whose layers are to be watched.
+    """
+
+    choice: Choice
+    plan: Plan | None
+    uncovered: tuple[str, ...] = ()
+    unlearned: frozenset[int] = frozenset()
+    wants_boxes: bool = False
+
+    def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:
+        """The same stage without a split."""
+        return replace(self, choice=Choice("whole", reason), plan=None, uncovered=uncovered)
+
+
+def decide(
+    graph: Graph,
+    *,
+    module: nn.Module,
+    method: str,
+    boxed: bool,
+    linears: frozenset[int],
+    check: bool,
+) -> Decision:
+    """Choose for one graph. ``linears``: checkpointed weights whose layers are known to be
+    seen. ``check``: prove the plan before it is used.
+    """
+    parameter_names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+
+    def name(leaf: int) -> str:
+        variable = graph.nodes[leaf].variable
+        return parameter_names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
+
+    hidden = _hidden_parameters(graph, parameter_names)
+    if hidden is not None:
+        return Decision(Choice("whole", hidden[0]), None, uncovered=hidden[1])
+
+    unlearned: set[int] = set()
+    uses = _recomputed_uses(graph)
+
+    def recomputed(node: Any, recipe: Recipe) -> bool | None:
+        if not is_recomputed(node, recipe.saved):
+            return False
+        leaf = uses.get(id(node))
+        if leaf is None:
+            return None
+        if leaf in linears:
+            return True
+        unlearned.add(leaf)
+        return None
+
+    def may_run_again(node: Any, kind: str) -> bool:
+        if not boxed or kind in FUSED_TYPES or isinstance(node, BackwardCFunction):
+            return False
+        if any(is_recomputed(node, saved) for saved in dir(node) if saved.startswith("_raw_saved")):
+            return False
+        return method == "graph" or kind in RERUN_TYPES
+
+    plan = make_plan(
+        graph, use_recipes=method != "graph", rerun=may_run_again, recomputed=recomputed
+    )
+    wrong = structural_faults(graph.shape, plan) if check else set()
+    if wrong:
+        names = tuple(name(leaf) for leaf in sorted(wrong))
+        reason = "the plan does not account for every parameter exactly once"
+        return Decision(Choice("whole", reason), None, uncovered=names)
+    wants_boxes = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
+    learn = frozenset(unlearned) if not linears else frozenset()
+    now = tuple(name(leaf) for leaf in plan.leaves if leaf not in plan.deferred_leaves)
+    later = tuple(name(leaf) for leaf in plan.leaves if leaf in plan.deferred_leaves)
+    if not later and not learn and not wants_boxes:
+        reason = _why_nothing(graph, plan)
+        asked = method != "auto" and plan.leaves
+        return Decision(Choice("whole", reason), None, uncovered=now if asked else ())
+    label = "graph" if wants_boxes else "deferred"
+    reason = (
+        "nodes are run again for their weights at W"
+        if label == "graph"
+        else "weight products are computed at W"
+    )
+    return Decision(Choice(label, reason, later, now), plan, (), learn, wants_boxes)
+
+
+def _hidden_parameters(
+    graph: Graph, names: Mapping[int, str]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Parameters that a backward may reach although the graph does not show it."""
+    shown = {id(node.variable) for node in graph.nodes if hasattr(node, "variable")}
+    missing = tuple(name for key, name in names.items() if key not in shown)
+    kinds = {kind.__name__ for kind in graph.shape.types}
+    if REENTRANT_CHECKPOINT in kinds:
+        return (
+            "a reentrant checkpoint runs its own backward; use_reentrant=False can be split",
+            missing,
+        )
+    python = sorted(
+        kind.__name__
+        for kind in set(graph.shape.types)
+        if issubclass(kind, BackwardCFunction) and kind.__name__ != COMPILED
+    )
+    if missing and python:
+        return f"parameters are not in the graph, and {python[0]} may hide them", missing
+    return None
+
+
+def _recomputed_uses(graph: Graph) -> dict[int, int]:
+    """Products of checkpointed linear layers (by node) → their weight, where it is used once.
+
+    ::
+
+        Addmm (operand 2) ─► T ─► weight          Mm (operand 1) ─► T ─► weight
+    """
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        operand = {"AddmmBackward0": 2, "MmBackward0": 1}.get(graph.shape.types[index].__name__)
+        if operand is None:
+            continue
+        passed = graph.shape.children[index][operand][0]
+        while passed >= 0 and graph.shape.types[passed].__name__ in (
+            "TBackward0",
+            "ToCopyBackward0",
+        ):
+            passed = graph.shape.children[passed][0][0]
+        if passed >= 0 and hasattr(graph.nodes[passed], "variable"):
+            found.setdefault(passed, []).append(id(node))
+    return {nodes[0]: leaf for leaf, nodes in found.items() if len(nodes) == 1}
+
+
+def learnable_layers(
+    graph: Graph, decision: Decision, owners: Mapping[int, nn.Linear]
+) -> dict[int, nn.Linear]:
+    """Weight → layer, for the checkpointed layers whose inputs are to be noted during I."""
+    plan = decision.plan
+    assert plan is not None
+    leaves = set(decision.unlearned)
+    leaves.update(use.leaf for use in plan.deferred if use.recomputed and use.leaf is not None)
+    keys = [id(graph.nodes[leaf].variable) for leaf in sorted(leaves)]
+    return {key: owners[key] for key in keys if key in owners}
+
+
+def _has_rerun_types(graph: Graph, plan: Plan) -> bool:
+    """Whether a node worth running again stands where a weight enters."""
+    kinds = [kind.__name__ for kind in graph.shape.types]
+    return any(
+        kinds[node] in RERUN_TYPES and any(child in plan.weight_only for child, _ in edges)
+        for node, edges in enumerate(graph.shape.children)
+        if node not in plan.weight_only
+    )
+
+
+def _why_nothing(graph: Graph, plan: Plan) -> str:
+    if not plan.leaves:
+        return "no parameter needs a gradient"
+    kinds = {kind.__name__ for kind in graph.shape.types}
+    if COMPILED in kinds:
+        return (
+            "the weights are inside a compiled region, whose backward computes both halves at "
+            "once; leave the linear layers outside torch.compile to defer them"
+        )
+    if kinds & FUSED_TYPES:
+        return f"{min(kinds & FUSED_TYPES)} computes both halves in one kernel"
+    python = sorted(k.__name__ for k in set(graph.shape.types) if issubclass(k, BackwardCFunction))
+    if python:
+        return f"{python[0]} computes both halves at once"
+    return "no parameter is used in a product worth deferring"

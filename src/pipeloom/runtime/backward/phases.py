@@ -1,0 +1,36 @@
+"""In which order the backward of one microbatch may be asked for."""
+
+from __future__ import annotations
+
+from pipeloom.errors import BackwardError
+from pipeloom.runtime.backward.method import SavedMicrobatch
+
+__all__ = ["enter_phase"]
+
+# phase → what must be done before: F ─► B, or F ─► I ─► W
+BEFORE = {"B": "F", "I": "F", "W": "I"}
+
+
+def enter_phase(saved: SavedMicrobatch, phase: str, stage: int | None) -> None:
+    """Go on to a phase, or say why that cannot be.
+
+    >>> saved = SavedMicrobatch(3, [], [])
+    >>> enter_phase(saved, "W", 1)
+    Traceback (most recent call last):
+    pipeloom.errors.BackwardError: stage 1, microbatch 3: W needs I before it, but the last was F
+    """
+    if saved.done != BEFORE[phase]:
+        raise BackwardError(
+            f"{where(stage, saved.microbatch)}: {phase} needs {BEFORE[phase]} before it, "
+            f"but the last was {saved.done}",
+            stage=stage,
+            microbatch=saved.microbatch,
+        )
+    saved.done = phase
+
+
+def where(stage: int | None, microbatch: int) -> str:
+    """How messages name a place."""
+    return (
+        f"microbatch {microbatch}" if stage is None else f"stage {stage}, microbatch {microbatch}"
+    )

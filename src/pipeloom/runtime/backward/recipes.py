@@ -1,0 +1,229 @@
+"""How the weight half of an operation is computed from what the operation saved.
+
+An operation of the forward appears in the autograd graph as a node with an edge per operand. For a
+product, the gradient of one operand needs the other operand and the gradient of the result::
+
+    y = x·Wᵀ + b      AddmmBackward0      edge 0: b   ← Σ dy
+                                          edge 1: x   ← dy·W
+                                          edge 2: Wᵀ  ← xᵀ·dy
+
+A recipe takes from the node, before I frees it, what one edge's gradient needs, and computes that
+gradient at W. Operations whose weight half is no product (norm scales, added biases) have no recipe
+on purpose: their gradients are small, come out of I's own kernels, and holding the operands until W
+would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RECIPES", "Operands", "Recipe", "signed"]
+
+Operands = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The gradient of one operand, later.
+
+    ``partner`` is the edge of the other operand of a product, or ``None``. ``compute(grad, taken,
+    transposed)`` is the gradient, or its transpose, for an operand that was a transposed view of
+    the weight; ``add_to(total, grad, taken, transposed)`` adds it to ``total`` in place.
+    ``saved`` names the attribute whose hooks tell whether the activation is there or must be
+    recomputed. An operand that ``rides_along`` is worth deferring only where its product is, since
+    both need the same gradient; it must be a parameter itself.
+    """
+
+    partner: int | None
+    saved: str | None
+    take: Callable[[Any], Operands]
+    compute: Callable[[Tensor, Operands, bool], Tensor]
+    add_to: Callable[[Tensor, Tensor, Operands, bool], None] | None = None
+    rides_along: bool = False
+
+
+# ── two-dimensional products ────────────────────────────────────────────────────────────────────
+
+
+def _right_of_product(left: str, scale: str | None) -> Recipe:
+    """Gradient of ``R`` in ``scale · L·R``: ``Lᴴ·dY``."""
+
+    def take(node: Any) -> Operands:
+        return getattr(node, left), getattr(node, scale) if scale else 1
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        if transposed:
+            return _scaled(torch.matmul(grad.mT, taken[0].conj()), taken[1])
+        return _scaled(torch.matmul(taken[0].mH, grad), taken[1])
+
+    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
+        if transposed:
+            total.addmm_(grad.t(), taken[0].conj(), alpha=taken[1])
+        else:
+            total.addmm_(taken[0].mH, grad, alpha=taken[1])
+
+    return Recipe(1 if scale else 0, "_raw" + left, take, compute, add_to)
+
+
+def _left_of_product(right: str, scale: str | None) -> Recipe:
+    """Gradient of ``L`` in ``scale · L·R``: ``dY·Rᴴ``."""
+
+    def take(node: Any) -> Operands:
+        return getattr(node, right), getattr(node, scale) if scale else 1
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        if transposed:
+            return _scaled(torch.matmul(taken[0].conj(), grad.mT), taken[1])
+        return _scaled(torch.matmul(grad, taken[0].mH), taken[1])
+
+    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
+        if transposed:
+            total.addmm_(taken[0].conj(), grad.t(), alpha=taken[1])
+        else:
+            total.addmm_(grad, taken[0].mH, alpha=taken[1])
+
+    return Recipe(2 if scale else 1, "_raw" + right, take, compute, add_to)
+
+
+# ── batched products ────────────────────────────────────────────────────────────────────────────
+
+
+def _right_of_batched(left: str, scale: str | None) -> Recipe:
+    plain = _right_of_product(left, scale)
+
+    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
+        if transposed:
+            total.baddbmm_(grad.mT, taken[0].conj(), alpha=taken[1])
+        else:
+            total.baddbmm_(taken[0].mH, grad, alpha=taken[1])
+
+    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to)
+
+
+def _left_of_batched(right: str, scale: str | None) -> Recipe:
+    plain = _left_of_product(right, scale)
+
+    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
+        if transposed:
+            total.baddbmm_(taken[0].conj(), grad.mT, alpha=taken[1])
+        else:
+            total.baddbmm_(grad, taken[0].mH, alpha=taken[1])
+
+    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to)
+
+
+def signed(number: int) -> int:
+    """A saved integer as it was: torch reads negative ones back as unsigned 64-bit numbers."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _scaled(product: Tensor, scale: Any) -> Tensor:
+    return product if scale == 1 else product * scale
+
+
+# ── the rest ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _added_row() -> Recipe:
+    """Gradient of the bias in ``b + L·R``: the rows of ``dY``, summed."""
+
+    def take(node: Any) -> Operands:
+        return node.next_functions[0][0].variable.shape, node._saved_beta
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        shape, scale = taken
+        return _scaled(grad.sum_to_size(shape), scale)
+
+    return Recipe(None, None, take, compute, rides_along=True)
+
+
+def _convolution_weight() -> Recipe:
+    def take(node: Any) -> Operands:
+        return (
+            node._saved_input,
+            node._saved_weight,
+            node._saved_stride,
+            node._saved_padding,
+            node._saved_dilation,
+            node._saved_transposed,
+            node._saved_output_padding,
+            node._saved_groups,
+        )
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        source, weight, *options = taken
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            grad, source, weight, None, *options, [False, True, False]
+        )
+        return gradient
+
+    return Recipe(0, "_raw_saved_input", take, compute)
+
+
+def _convolution_bias() -> Recipe:
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        return grad.sum([dim for dim in range(grad.dim()) if dim != 1])
+
+    return Recipe(None, None, lambda node: (), compute, rides_along=True)
+
+
+def _embedding_weight() -> Recipe:
+    def take(node: Any) -> Operands:
+        return (
+            node._saved_indices,
+            node._saved_weight_sym_argsize_0,
+            node._saved_padding_idx,
+            node._saved_scale_grad_by_freq,
+            node._saved_sparse,
+        )
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        indices, num_rows, padding_index, scale, sparse = taken
+        return torch.ops.aten.embedding_backward(
+            grad, indices, num_rows, signed(padding_index), scale, sparse
+        )
+
+    return Recipe(None, "_raw_saved_indices", take, compute)
+
+
+def _grouped_right() -> Recipe:
+    """Gradient of the experts' weights where rows are grouped by expert."""
+
+    def take(node: Any) -> Operands:
+        return node._saved_self, node._saved_offs
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        rows, offsets = taken
+        return torch.nn.functional.grouped_mm(rows.mT, grad, offs=offsets)
+
+    return Recipe(0, "_raw_saved_self", take, compute)
+
+
+RECIPES: Mapping[str, Mapping[int, Recipe]] = {
+    "MmBackward0": {
+        0: _left_of_product("_saved_mat2", None),
+        1: _right_of_product("_saved_self", None),
+    },
+    "AddmmBackward0": {
+        0: _added_row(),
+        1: _left_of_product("_saved_mat2", "_saved_alpha"),
+        2: _right_of_product("_saved_mat1", "_saved_alpha"),
+    },
+    "BmmBackward0": {
+        0: _left_of_batched("_saved_mat2", None),
+        1: _right_of_batched("_saved_self", None),
+    },
+    "BaddbmmBackward0": {
+        1: _left_of_batched("_saved_batch2", "_saved_alpha"),
+        2: _right_of_batched("_saved_batch1", "_saved_alpha"),
+    },
+    "ConvolutionBackward0": {1: _convolution_weight(), 2: _convolution_bias()},
+    "EmbeddingBackward0": {0: _embedding_weight()},
+    "GroupedMmBackward0": {1: _grouped_right()},
+}
+"""Node type → operand → recipe."""

@@ -1,0 +1,164 @@
+"""Is a plan right? Two answers that share nothing with how plans are made.
+
+*Structural*: replace every operation of the graph by multiplication with a random number modulo a
+prime. A full backward then gives each parameter a number, the sum over all paths from the outputs
+to it. I and W as planned must give the same numbers: a path that is lost, or counted twice, changes
+them. It is exact and looks at no tensor.
+
+*Numeric*: compute the real gradients twice, and compare.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime.backward.plan import Plan
+from pipeloom.runtime.backward.walk import Edge, GraphShape
+
+__all__ = ["differing", "muted_hooks", "structural_faults"]
+
+PRIME = (1 << 61) - 1
+# Largest error relative to the largest entry: products summed in another order.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+class _Symbols:
+    """A graph whose operations are multiplications with random numbers."""
+
+    def __init__(self, shape: GraphShape) -> None:
+        self.shape = shape
+        self.random = random.Random(20240917)
+        self.factor: dict[tuple[int, int, int], int] = {}
+        self.order = self._topological()
+
+    def _topological(self) -> list[int]:
+        waiting = [0] * len(self.shape.types)
+        for edges in self.shape.children:
+            for child, _ in edges:
+                if child >= 0:
+                    waiting[child] += 1
+        ready = [node for node, count in enumerate(waiting) if not count]
+        order: list[int] = []
+        while ready:
+            node = ready.pop()
+            order.append(node)
+            for child, _ in self.shape.children[node]:
+                if child >= 0:
+                    waiting[child] -= 1
+                    if not waiting[child]:
+                        ready.append(child)
+        return order
+
+    def through(self, node: int, operand: int, grads: Mapping[int, int]) -> int:
+        """The gradient of one operand, given those of the node's results."""
+        total = 0
+        for output_nr, grad in grads.items():
+            key = (node, operand, output_nr)
+            factor = self.factor.setdefault(key, self.random.randrange(1, PRIME))
+            total += factor * grad
+        return total % PRIME
+
+    def run(self, start: Sequence[tuple[Edge, int]], asked: set[Edge] | None) -> dict[Edge, int]:
+        """What an engine run leaves at every edge (``asked``: run only what leads to those)."""
+        needed = self._leading_to(asked) if asked is not None else None
+        grads: dict[int, dict[int, int]] = {}
+        for (node, nr), value in start:
+            at = grads.setdefault(node, {})
+            at[nr] = (at.get(nr, 0) + value) % PRIME
+        for node in self.order:
+            if node not in grads or (needed is not None and node not in needed):
+                continue
+            for operand, (child, nr) in enumerate(self.shape.children[node]):
+                wanted = (
+                    needed is None or child in needed or any(e[0] == child for e in asked or ())
+                )
+                if child >= 0 and wanted:
+                    at = grads.setdefault(child, {})
+                    at[nr] = (at.get(nr, 0) + self.through(node, operand, grads[node])) % PRIME
+        return {(node, nr): value for node, at in grads.items() for nr, value in at.items()}
+
+    def _leading_to(self, asked: set[Edge]) -> set[int]:
+        targets = {node for node, _ in asked}
+        leading: set[int] = set()
+        for node in reversed(self.order):
+            if any(c in targets or c in leading for c, _ in self.shape.children[node] if c >= 0):
+                leading.add(node)
+        return leading
+
+
+def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
+    """Parameters (and inputs) whose gradient the plan does not give exactly once."""
+    symbols = _Symbols(shape)
+    start = [(edge, symbols.random.randrange(1, PRIME)) for edge in shape.roots]
+    truth = symbols.run(start, None)
+    inputs = {(index, 0) for index in shape.inputs if index >= 0}
+    seen = symbols.run(start, set(plan.captures) | inputs)
+    later: list[tuple[Edge, int]] = []
+    for use in plan.deferred:
+        grads = {0: seen.get((use.node, 0), 0)}
+        later.append((use.target, symbols.through(use.node, use.operand, grads)))
+    for again in plan.reruns:
+        start_again = [
+            ((again.node, nr), seen.get((again.node, nr), 0)) for nr, _ in again.captures
+        ]
+        result = symbols.run(start_again, set(again.targets))
+        later += [(edge, result.get(edge, 0)) for edge in again.targets]
+    later += [(kept.target, seen.get(kept.target, 0)) for kept in plan.in_input]
+    weights = symbols.run(later, None)
+    wrong = {leaf for leaf in plan.leaves if weights.get((leaf, 0), 0) != truth.get((leaf, 0), 0)}
+    return wrong | {edge[0] for edge in inputs if seen.get(edge, 0) != truth.get(edge, 0)}
+
+
+def differing(reference: Tensor | None, found: Tensor | None) -> bool:
+    """Whether two gradients of the same thing differ by more than rounding."""
+    if reference is None or found is None:
+        present = reference if reference is not None else found
+        return present is not None and bool(present.abs().max() > 0)
+    if reference.shape != found.shape:
+        return True
+    if reference.numel() == 0:
+        return False
+    reference, found = _dense(reference), _dense(found)
+    tolerance = max(TOLERANCE.get(reference.dtype, 1e-4), TOLERANCE.get(found.dtype, 1e-4))
+    scale = reference.abs().max().double()
+    error = (reference - found).abs().max().double()
+    return not bool(error <= tolerance * scale + 1e-30) and not bool(
+        torch.equal(reference.isfinite(), found.isfinite()) and not scale.isfinite()
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+@contextmanager
+def muted_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the parameters' tensor hooks from firing.
+
+    An engine run that returns a parameter's gradient fires the hooks that belong to adding it to
+    ``.grad``, which is W's business.
+    """
+    kept = [
+        (hooks, dict(hooks))
+        for hooks in (getattr(parameter, "_backward_hooks", None) for parameter in parameters)
+        if hooks
+    ]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, contents in kept:
+            hooks.update(contents)

@@ -1,0 +1,97 @@
+"""Reading the autograd graph of one forward.
+
+The graph is numbered from its roots, breadth first, so that two forwards that did the same give
+equal shapes, and what was decided for the one holds for the other::
+
+    outputs        0 ViewBackward ─► 1 AddmmBackward ─► 2 AccumulateGrad (bias)
+                                            │ └──────► 3 ViewBackward ─► 5 AccumulateGrad (input)
+                                            └────────► 4 TBackward ────► 6 AccumulateGrad (weight)
+
+Only public attributes of nodes are read (``next_functions``, ``variable``, ``_saved_…``), the ones
+that torch documents for exploring a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["Edge", "Graph", "GraphShape", "is_accumulate", "read_graph"]
+
+Node = Any  # torch's node classes share no importable base that carries these attributes
+Edge = tuple[int, int]  # the number of a node, and which of its outputs' gradients
+NO_EDGE: Edge = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """A graph without its tensors: hashable, and equal for forwards that did the same."""
+
+    types: tuple[type, ...]
+    children: tuple[tuple[Edge, ...], ...]
+    roots: tuple[Edge, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Graph:
+    """One forward's graph: the live nodes, in the numbering of ``shape``."""
+
+    nodes: list[Node]
+    shape: GraphShape
+
+    def edge(self, edge: Edge) -> GradientEdge:
+        """The live edge, as torch's engine takes it."""
+        return GradientEdge(self.nodes[edge[0]], edge[1])
+
+
+def is_accumulate(node: Node) -> bool:
+    """Whether a node is where a leaf's gradient ends."""
+    return hasattr(node, "variable")
+
+
+def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+    """Number the graph between ``outputs`` and everything that needs a gradient.
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> graph = read_graph([x], [x * 2])
+    >>> [kind.__name__ for kind in graph.shape.types], graph.shape.inputs
+    (['MulBackward0', 'AccumulateGrad'], (1,))
+    """
+    nodes: list[Node] = []
+    number: dict[Node, int] = {}
+    roots: list[Edge] = []
+    for output in outputs:
+        if not output.requires_grad:
+            continue
+        node, output_nr = get_gradient_edge(output)[:2]
+        if node not in number:
+            number[node] = len(nodes)
+            nodes.append(node)
+        roots.append((number[node], output_nr))
+    types: list[type] = []
+    children: list[tuple[Edge, ...]] = []
+    for node in nodes:  # grows while it is walked
+        edges: list[Edge] = []
+        for child, input_nr in node.next_functions:
+            if child is None:
+                edges.append(NO_EDGE)
+                continue
+            index = number.get(child)
+            if index is None:
+                index = number[child] = len(nodes)
+                nodes.append(child)
+            edges.append((index, input_nr))
+        types.append(type(node))
+        children.append(tuple(edges))
+    leaves = tuple(
+        number.get(get_gradient_edge(leaf).node, -1) if leaf.requires_grad else -1
+        for leaf in inputs
+    )
+    shape = GraphShape(tuple(types), tuple(children), tuple(roots), leaves)
+    return Graph(nodes, shape)

@@ -1,0 +1,119 @@
+"""Backward in one piece: B, and the methods that do at I what B does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime.backward.method import Choice, Gradients, SavedMicrobatch
+from pipeloom.runtime.backward.phases import enter_phase
+
+__all__ = ["UserWeightBackward", "WholeBackward", "output_roots", "run_full"]
+
+
+def output_roots(
+    outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+) -> tuple[list[int], list[Tensor]]:
+    """Which outputs the backward starts from, and their gradients.
+
+    Without gradients the outputs are losses: one each. A gradient that nobody sent is zero, and
+    so starts nothing.
+
+    >>> y = torch.ones(2, requires_grad=True) * 3
+    >>> output_roots([y, y.detach()], [torch.ones(2), None])
+    ([0], [tensor([1., 1.])])
+    """
+    if output_grads is None:
+        chosen = [index for index, output in enumerate(outputs) if output.requires_grad]
+        return chosen, [torch.ones_like(outputs[index]) for index in chosen]
+    positions: list[int] = []
+    grads: list[Tensor] = []
+    for index, (output, grad) in enumerate(zip(outputs, output_grads, strict=True)):
+        if grad is not None and output.requires_grad:
+            positions.append(index)
+            grads.append(grad)
+    return positions, grads
+
+
+def run_full(saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None) -> Gradients:
+    """An ordinary backward; ``.grad`` of the inputs stays as it was."""
+    positions, grads = output_roots(saved.outputs, output_grads)
+    outputs, inputs = [saved.outputs[index] for index in positions], saved.inputs
+    saved.release_graph()
+    before = [leaf.grad for leaf in inputs]
+    for leaf in inputs:
+        leaf.grad = None
+    try:
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        return [leaf.grad for leaf in inputs]
+    finally:
+        for leaf, grad in zip(inputs, before, strict=True):
+            leaf.grad = grad
+
+
+class WholeBackward:
+    """B at I, nothing at W: always right, and what every other method falls back to."""
+
+    def __init__(self, *, stage: int | None, reason: str) -> None:
+        self.stage = stage
+        self.choice: Choice | None = Choice("whole", reason)
+
+    def forward(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def save(
+        self, *, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> SavedMicrobatch:
+        return SavedMicrobatch(microbatch, list(inputs), list(outputs))
+
+    def full(
+        self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        enter_phase(saved, "B", self.stage)
+        return run_full(saved, output_grads)
+
+    def input(
+        self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        enter_phase(saved, "I", self.stage)
+        return run_full(saved, output_grads)
+
+    def weight(self, saved: SavedMicrobatch) -> None:
+        enter_phase(saved, "W", self.stage)
+
+    def held_bytes(self, saved: SavedMicrobatch) -> int:
+        return 0
+
+
+class UserWeightBackward(WholeBackward):
+    """The module defers its own weight gradients: ``builder()``, called after each backward of the
+    stage, returns the runner that computes what this microbatch left for W.
+    """
+
+    def __init__(self, builder: Callable[[], Callable[[], object]], *, stage: int | None) -> None:
+        super().__init__(stage=stage, reason="the stage brings its own weight_backward")
+        self.choice = Choice("weight_backward", "the stage brings its own weight_backward")
+        self.builder = builder
+
+    def full(
+        self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        gradients = super().full(saved, output_grads)
+        self.builder()()
+        return gradients
+
+    def input(
+        self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        gradients = super().input(saved, output_grads)
+        saved.pending = self.builder()
+        return gradients
+
+    def weight(self, saved: SavedMicrobatch) -> None:
+        super().weight(saved)
+        runner, saved.pending = saved.pending, None
+        runner()
