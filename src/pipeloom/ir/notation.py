@@ -182,6 +182,49 @@ def format_grid(
     return "\n".join(lines)
 
 
+def format_excerpt(
+    schedule: Schedule,
+    places: Iterable[tuple[int, int]],
+    *,
+    reach: int = 3,
+    most_ranks: int = 8,
+    mark: str = "← here",
+) -> str:
+    """Print what stands around some (rank, position) pairs, a line a rank, for error messages.
+    The first of them is marked; the others are pointed at.
+
+    >>> schedule = parse_grid("0F0 0F1 0F2 0B0 0B1 0B2")
+    >>> print(format_excerpt(schedule, [(0, 3)], reach=1))
+    rank 0   …  0F2  0B0 ← here  0B1  …
+    """
+    places = list(places)
+    positions_of_rank: dict[int, set[int]] = {}
+    for rank, position in places:
+        positions_of_rank.setdefault(rank, set()).add(position)
+    shown = list(positions_of_rank.items())[:most_ranks]
+    label = max((len(f"rank {rank}") for rank, _ in shown), default=0)
+    lines = []
+    for rank, positions in shown:
+        row = schedule.actions[rank]
+        cells: list[str] = []
+        previous = -1
+        near = {p + offset for p in positions for offset in range(-reach, reach + 1)}
+        for position in sorted(near & set(range(len(row)))):
+            if position != previous + 1:
+                cells.append("…")
+            pointer = " ←" if position in positions else ""
+            if (rank, position) == places[0]:
+                pointer = f" {mark}"
+            cells.append(f"{row[position]}{pointer}")
+            previous = position
+        if previous < len(row) - 1:
+            cells.append("…")
+        lines.append(f"{f'rank {rank}'.ljust(label)}   {'  '.join(cells)}")
+    if len(positions_of_rank) > len(shown):
+        lines.append(f"… and {len(positions_of_rank) - len(shown)} more ranks")
+    return "\n".join(lines)
+
+
 def _headline(schedule: Schedule) -> str:
     return (
         f"# {schedule.name} · {schedule.num_ranks} ranks · {schedule.num_stages} stages · "

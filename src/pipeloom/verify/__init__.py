@@ -1,0 +1,1 @@
+"""Proves that a schedule is right, or says everything that is wrong with it."""

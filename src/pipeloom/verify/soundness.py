@@ -1,0 +1,333 @@
+"""Is every action one that this program can have at all? The other checks see only those.
+
+::
+
+    2 ranks, stages 0 1, 2 microbatches
+
+    0F0  0F7  5F0      0F7: UNKNOWN_MICROBATCH, 5F0: UNKNOWN_STAGE
+    1F0  0B0           0B0: WRONG_RANK, and stage 0 is then on two ranks: STAGE_ON_TWO_RANKS
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.dependencies import (
+    RULES,
+    Dependencies,
+    Role,
+    find_malformed,
+    is_compute,
+    simple_actions,
+)
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.schedule import Schedule
+from pipeloom.verify.report import Place, Violation
+
+
+class SoundRows(NamedTuple):
+    """What is left of a program without the actions that make no sense in it."""
+
+    #: As many rows as the placement has ranks.
+    rows: tuple[tuple[Action, ...], ...]
+    #: For each rank the original positions of its actions; ``None`` where none was left out.
+    positions: tuple[tuple[int, ...] | None, ...]
+    #: The placement, with an entry for every stage of the topology.
+    placement: Placement
+    has_communication: bool
+    #: Ranks that hold stages and have no actions at all: what they miss is said once.
+    absent_ranks: frozenset[int]
+    violations: list[Violation]
+
+
+def find_sound_actions(schedule: Schedule) -> SoundRows:
+    """Sort out the actions that no program of this shape can have."""
+    return _Sorter(schedule).sort()
+
+
+class _Sorter:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.topology = schedule.topology
+        self.violations: list[Violation] = []
+        num_stages = self.topology.num_stages
+        known = schedule.placement.ranks[:num_stages]
+        self.placement = Placement(
+            known + (None,) * (num_stages - len(known)), schedule.placement.num_ranks
+        )
+        self.table = Dependencies(
+            self.topology, self.placement, num_microbatches=schedule.num_microbatches
+        )
+        #: (kind, stage, peer) → (microbatches it may have, rank it belongs to). Most actions are
+        #: accepted by one look in here.
+        self.known: dict[tuple[Kind, int | None, int | None], tuple[range | None, int | None]] = {}
+        self.first_message: Place | None = None
+        self.has_microbatches = schedule.num_microbatches > 0
+
+    def sort(self) -> SoundRows:
+        schedule = self.schedule
+        num_ranks = self.placement.num_ranks
+        self.check_shape()
+        rows: list[tuple[Action, ...]] = []
+        positions: list[tuple[int, ...] | None] = []
+        #: Computations away from their rank: stage → places.
+        strays: dict[int, list[Place]] = {}
+        at_home: set[int | None] = set()
+        for rank, row in enumerate(schedule.actions):
+            if rank >= num_ranks:
+                continue
+            kept: list[int] = []
+            for position, action in enumerate(row):
+                ranks = self.accept(rank, position, action)
+                if ranks is None:
+                    continue
+                kept.append(position)
+                if ranks != (rank,):
+                    self.report_strays(rank, position, action, strays)
+                elif is_compute(action):
+                    at_home.update(part[1] for part in simple_actions(action))
+            whole = len(kept) == len(row)
+            rows.append(tuple(row) if whole else tuple(row[position] for position in kept))
+            positions.append(None if whole else tuple(kept))
+        rows += [()] * (num_ranks - len(rows))
+        positions += [None] * (num_ranks - len(positions))
+        for stage, places in strays.items():
+            if stage in at_home:
+                self.report_two_ranks(stage, places)
+        if self.first_message is not None and not schedule.has_communication:
+            self.report(
+                "UNDECLARED_COMMUNICATION",
+                "the schedule says that it is compute-only, yet it sends or receives",
+                "make it with has_communication=True, or leave the messages to lower()",
+                self.first_message,
+            )
+        absent = frozenset(
+            rank
+            for rank in range(num_ranks)
+            if self.placement.stages_on(rank)
+            and (rank >= len(schedule.actions) or not schedule.actions[rank])
+        )
+        for rank in sorted(absent):
+            stages = ", ".join(map(str, self.placement.stages_on(rank)))
+            self.violations.append(
+                Violation(
+                    "MISSING_RANK",
+                    f"rank {rank} holds stage {stages} and has no actions",
+                    f"give rank {rank} its row, or place its stages elsewhere",
+                    rank,
+                )
+            )
+        return SoundRows(
+            tuple(rows),
+            tuple(positions),
+            self.placement,
+            schedule.has_communication or self.first_message is not None,
+            absent,
+            self.violations,
+        )
+
+    def check_shape(self) -> None:
+        """What is wrong before any action is looked at."""
+        schedule, num_stages = self.schedule, self.topology.num_stages
+        num_ranks = self.placement.num_ranks
+        if not self.has_microbatches:
+            self.report(
+                "NO_MICROBATCHES",
+                f"the schedule has {schedule.num_microbatches} microbatches, so it trains nothing",
+                "build it for at least one microbatch",
+            )
+        for stage, rank in enumerate(self.placement.ranks):
+            if rank is None:
+                self.report(
+                    "STAGE_ON_NO_RANK",
+                    f"stage {stage} is on no rank, so nothing of it ever runs",
+                    "is a row missing? give a rank the stage's actions, "
+                    "or number the stages without a gap",
+                )
+        for stage in range(num_stages, len(schedule.placement.ranks)):
+            self.violations.append(
+                Violation(
+                    "UNKNOWN_STAGE",
+                    f"the placement has stage {stage}, the topology only 0..{num_stages - 1}",
+                    "make placement and topology for the same number of stages",
+                    schedule.placement.ranks[stage],
+                )
+            )
+        for rank in range(num_ranks, len(schedule.actions)):
+            self.violations.append(
+                Violation(
+                    "UNKNOWN_RANK",
+                    f"there are actions for rank {rank}, the placement has only "
+                    f"ranks 0..{num_ranks - 1}",
+                    "remove the row, or make the placement for as many ranks as there are rows",
+                    rank,
+                )
+            )
+
+    def accept(self, rank: int, position: int, action: Action) -> tuple[int | None, ...] | None:
+        """The ranks that an action and its parts belong to, or ``None`` after reporting that the
+        action makes no sense."""
+        if type(action) is Action and not action[3]:
+            verdict = self.known.get((action[0], action[1], action[4]))
+            if verdict is not None:
+                microbatches, home = verdict
+                if (action[2] in microbatches) if microbatches is not None else action[2] is None:
+                    return (home,)
+        problem = self.find_problem(action)
+        if problem is not None:
+            code, why, hint = problem
+            place = Place(rank, position, action)
+            # Without microbatches every action is unknown; that was said once.
+            if code != "UNKNOWN_MICROBATCH" or self.has_microbatches:
+                self.report(code, why, hint, place)
+            return None
+        homes = tuple(self.remember(part) for part in action.parts or (action,))
+        if RULES[action.kind].role in (Role.SEND, Role.RECEIVE):
+            self.first_message = self.first_message or Place(rank, position, action)
+        return homes if len(set(homes)) > 1 else homes[:1]
+
+    def remember(self, action: Action) -> int | None:
+        """Note for the next microbatch that this kind of action is right at this stage."""
+        assert action.stage is not None
+        microbatches = self.topology.microbatches_of(action.stage, self.schedule.num_microbatches)
+        home = self.placement.ranks[action.stage]
+        self.known[action.kind, action.stage, action.peer] = (
+            microbatches if RULES[action.kind].has_microbatch else None,
+            home,
+        )
+        return home
+
+    def find_problem(self, action: Action) -> tuple[str, str, str] | None:
+        """(code, why, hint) of what makes an action impossible here."""
+        if type(action) is not Action or not isinstance(action.kind, Kind):
+            return (
+                "MALFORMED_ACTION",
+                f"{action!r} is no Action but a {type(action).__name__}",
+                "make actions with parse_action('2F0') or Action(Kind.F, 2, 0)",
+            )
+        malformed = find_malformed(action)
+        if malformed is not None:
+            return (
+                "MALFORMED_ACTION",
+                malformed,
+                "write it as in the table of the schedule language, for example 2F0 or 1SEND_F0",
+            )
+        for part in action.parts or (action,):
+            problem = self.find_problem_of_shape(part)
+            if problem is not None:
+                return problem
+        return None
+
+    def find_problem_of_shape(self, action: Action) -> tuple[str, str, str] | None:
+        topology, num_microbatches = self.topology, self.schedule.num_microbatches
+        _, stage, microbatch, _, peer = action
+        assert stage is not None
+        if stage >= topology.num_stages:
+            return (
+                "UNKNOWN_STAGE",
+                f"there is no stage {stage}; the stages are 0..{topology.num_stages - 1}",
+                "correct the stage, or make the topology for more stages",
+            )
+        microbatches = topology.microbatches_of(stage, num_microbatches)
+        if microbatch is not None and microbatch not in microbatches:
+            if len(topology.chains) > 1 and microbatch < num_microbatches:
+                why = (
+                    f"microbatch {microbatch} does not pass through stage {stage}, "
+                    f"whose chain has the microbatches {_span(microbatches)}"
+                )
+            else:
+                why = (
+                    f"there is no microbatch {microbatch}; "
+                    f"the microbatches are {_span(microbatches)}"
+                )
+            return (
+                "UNKNOWN_MICROBATCH",
+                why,
+                "correct the number, or make the schedule for more microbatches",
+            )
+        if RULES[action.kind].role in (Role.SEND, Role.RECEIVE):
+            return self.find_problem_of_edge(action, stage, peer)
+        return None
+
+    def find_problem_of_edge(
+        self, action: Action, stage: int, peer: int | None
+    ) -> tuple[str, str, str] | None:
+        candidates = self.table.peers_of(action)
+        names = " or ".join(map(str, candidates)) or "none"
+        if peer is None and len(candidates) > 1:
+            return (
+                "AMBIGUOUS_PEER",
+                f"stage {stage} could exchange this with stage {names}, and it does not say which",
+                f"name the stage, as in {action._replace(peer=candidates[0])}",
+            )
+        if peer is None and not candidates:
+            return (
+                "NO_SUCH_EDGE",
+                f"stage {stage} has no stage to exchange this with",
+                "remove it: nothing travels beyond the ends of a chain",
+            )
+        if peer is not None and peer not in candidates:
+            return (
+                "NO_SUCH_EDGE",
+                f"no edge leads between stage {stage} and stage {peer} in this direction; "
+                f"possible here: {names}",
+                "correct the stage, or add the edge to the topology",
+            )
+        other = candidates[0] if peer is None else peer
+        rank = self.placement.ranks[stage]
+        if rank is not None and rank == self.placement.ranks[other]:
+            return (
+                "MESSAGE_WITHIN_RANK",
+                f"stages {stage} and {other} are both on rank {rank}",
+                "remove the send and its receive: within a rank nothing needs to travel",
+            )
+        return None
+
+    def report_strays(
+        self,
+        rank: int,
+        position: int,
+        action: Action,
+        strays: dict[int, list[Place]],
+    ) -> None:
+        place = Place(rank, position, action)
+        for part in action.parts or (action,):
+            assert part.stage is not None
+            home = self.placement.ranks[part.stage]
+            if home == rank:
+                continue
+            if is_compute(part):
+                strays.setdefault(part.stage, []).append(place)
+            where = "no rank" if home is None else f"rank {home}"
+            self.report(
+                "WRONG_RANK",
+                f"stage {part.stage} is on {where}, not on rank {rank}",
+                f"move the action to {where}, or place the stage on rank {rank}"
+                if home is not None
+                else f"place the stage on rank {rank}",
+                place,
+            )
+
+    def report_two_ranks(self, stage: int, places: list[Place]) -> None:
+        home = self.placement.ranks[stage]
+        others = sorted({place.rank for place in places})
+        self.violations.append(
+            Violation(
+                "STAGE_ON_TWO_RANKS",
+                f"stage {stage} is on rank {home}, and rank "
+                f"{' and '.join(map(str, others))} computes it too",
+                "keep all actions of a stage on one rank: its parameters are nowhere else",
+                places[0].rank,
+                places[0].position,
+                places[0].action,
+                tuple(places[1:]),
+            )
+        )
+
+    def report(self, code: str, why: str, hint: str, place: Place | None = None) -> None:
+        self.violations.append(Violation(code, why, hint, *(place or ())))
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
