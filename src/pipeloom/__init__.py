@@ -14,7 +14,9 @@ The names are loaded on use: ``import pipeloom`` is quick and works without torc
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import (
@@ -97,6 +99,18 @@ __all__ = [
     "register_schedule",
     "verify",
 ]
+
+
+class _Package(ModuleType):
+    """Keeps a name for the function where a package has it too: importing the package
+    ``pipeloom.verify`` would bind it here, in place of the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
