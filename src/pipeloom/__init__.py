@@ -54,17 +54,30 @@ _MODULE_OF = {
     "Report": "pipeloom.verify.report",
     "Violation": "pipeloom.verify.report",
     "verify": "pipeloom.verify.verifier",
+    "StageCosts": "pipeloom.cost.constant",
+    "UniformCosts": "pipeloom.cost.constant",
+    "Link": "pipeloom.cost.network",
+    "Network": "pipeloom.cost.network",
+    "Span": "pipeloom.ir.timeline",
+    "Timeline": "pipeloom.ir.timeline",
+    "simulate": "pipeloom.simulate.engine",
+    "analyse": "pipeloom.simulate.analysis",
 }
 
 if TYPE_CHECKING:
+    from pipeloom.cost.constant import StageCosts, UniformCosts
+    from pipeloom.cost.network import Link, Network
     from pipeloom.ir.action import Action, Kind
     from pipeloom.ir.notation import format_grid, parse_action, parse_grid
     from pipeloom.ir.placement import Placement
     from pipeloom.ir.schedule import Schedule, make_schedule
     from pipeloom.ir.serialization import load_schedule
+    from pipeloom.ir.timeline import Span, Timeline
     from pipeloom.ir.topology import Topology
     from pipeloom.passes.pipeline import PassPipeline, lower
     from pipeloom.schedules.registry import build_schedule, list_schedules, register_schedule
+    from pipeloom.simulate.analysis import analyse
+    from pipeloom.simulate.engine import simulate
     from pipeloom.verify.report import Report, Violation
     from pipeloom.verify.verifier import verify
 
@@ -72,7 +85,9 @@ __all__ = [
     "Action",
     "CostFileError",
     "Kind",
+    "Link",
     "MissingExtraError",
+    "Network",
     "ParseError",
     "PassPipeline",
     "PipelineStalled",
@@ -83,11 +98,16 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "ShapeError",
+    "Span",
+    "StageCosts",
     "StepError",
     "StepFailed",
+    "Timeline",
     "Topology",
+    "UniformCosts",
     "VerificationError",
     "Violation",
+    "analyse",
     "build_schedule",
     "format_grid",
     "list_schedules",
@@ -97,6 +117,7 @@ __all__ = [
     "parse_action",
     "parse_grid",
     "register_schedule",
+    "simulate",
     "verify",
 ]
 

@@ -13,7 +13,7 @@ activation that stays from I until W) does not count twice while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action
@@ -38,6 +38,42 @@ class Occupancy(NamedTuple):
     after: tuple[float, ...]
 
 
+class Change(NamedTuple):
+    """What one action changes: (product, size) of each."""
+
+    #: Alive from the action's start.
+    begun: tuple[tuple[Product, float], ...]
+    #: Gone after its end.
+    ended: tuple[tuple[Product, float], ...]
+    #: Alive from its end, in place of something that is gone.
+    left_behind: tuple[tuple[Product, float], ...]
+
+
+_NO_CHANGE = Change((), (), ())
+
+
+def walk_changes(
+    table: Dependencies, actions: Iterable[Action], size_of: SizeOf
+) -> Iterator[Change]:
+    """Walk one rank's order and say what each action changes."""
+    alive: dict[Product, float] = {}
+    for action in actions:
+        allocated = table.allocates(action)
+        freed = table.frees(action)
+        if not allocated and not freed:
+            yield _NO_CHANGE
+            continue
+        begun: list[tuple[Product, float]] = []
+        left_behind: list[tuple[Product, float]] = []
+        for product in allocated:
+            item = (product, size_of(product))
+            (left_behind if product[0] == RETAINED else begun).append(item)
+        alive.update(begun)
+        ended = [(product, alive.pop(product)) for product in freed if product in alive]
+        alive.update(left_behind)
+        yield Change(tuple(begun), tuple(ended), tuple(left_behind))
+
+
 def walk_occupancy(table: Dependencies, actions: Iterable[Action], size_of: SizeOf) -> Occupancy:
     """Walk one rank's order and add up what is alive."""
     alive: dict[Product, float] = {}
@@ -46,25 +82,20 @@ def walk_occupancy(table: Dependencies, actions: Iterable[Action], size_of: Size
     alive_at_peak: dict[Product, float] | None = None
     during: list[float] = []
     after: list[float] = []
-    for position, action in enumerate(actions):
-        left_behind: list[tuple[Product, float]] = []
-        for product in table.allocates(action):
-            size = size_of(product)
-            if product[0] == RETAINED:
-                left_behind.append((product, size))
-            else:
-                alive[product] = size
-                total += size
+    for position, change in enumerate(walk_changes(table, actions, size_of)):
+        for product, size in change.begun:
+            alive[product] = size
+            total += size
         during.append(total)
         if peak_position is None or total > peak + 1e-12 * abs(peak):
             peak, peak_position, alive_at_peak = total, position, None
-        freed = table.frees(action)
-        if freed and alive_at_peak is None:
+        if change.ended and alive_at_peak is None:
             # Only now can what is alive shrink; copying at every new peak would be quadratic.
             alive_at_peak = dict(alive)
-        for product in freed:
-            total -= alive.pop(product, 0.0)
-        for product, size in left_behind:
+        for product, size in change.ended:
+            total -= size
+            del alive[product]
+        for product, size in change.left_behind:
             alive[product] = size
             total += size
         after.append(total)

@@ -8,7 +8,7 @@
                         ^ start  ^ end        times in ``time_unit``, one clock for all ranks
 
 A Timeline is spans and memory curves (the facts), and figures (what
-:func:`pipeloom.simulate.analyse` reads off them).
+:func:`pipeloom.analyse` reads off them).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class IdleSpan(NamedTuple):
     rank: int
     start: float
     end: float
-    #: "warm-up", "drain", "communication" or "waiting".
+    #: "warm-up", "waiting", "communication", "drain" or, measured only, "overhead": all inputs were
+    #: there and the rank still did not compute.
     cause: str
     #: What the rank waited for, and whose action that is; ``None`` in the drain.
     waits_for: Action | None = None
@@ -105,6 +106,17 @@ class Figures:
     #: Lower bounds on the makespan by name, and the largest of them.
     bounds: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def lower_bound(self) -> float | None:
+        """The largest lower bound on the makespan; ``None`` if none is known."""
+        return max(self.bounds.values(), default=None)
+
+    @property
+    def distance_to_bound(self) -> float | None:
+        """makespan / lower bound − 1; ``None`` if no bound above 0 is known."""
+        bound = self.lower_bound
+        return self.makespan / bound - 1 if bound else None
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -141,7 +153,7 @@ class Timeline:
     @cached_property
     def _known_figures(self) -> Figures:
         if self.figures is None:
-            raise ValueError("this timeline was not analysed; call pipeloom.simulate.analyse on it")
+            raise ValueError("this timeline was not analysed; call pipeloom.analyse on it")
         return self.figures
 
     @property

@@ -1,0 +1,137 @@
+"""The figures of a timeline: of a simulated one as it is made, of a measured one afterwards.
+
+::
+
+    measured spans ─┐
+    schedule ───────┼─ analyse ─▶ Timeline with figures: the same names, the same meaning
+    costs (maybe) ──┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pipeloom.cost.constant import UniformCosts
+from pipeloom.cost.model import CostModel, ScheduleCosts
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.action import Action
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.timeline import Figures, Span, Timeline
+from pipeloom.simulate.bounds import find_lower_bounds
+from pipeloom.simulate.critical_path import find_critical_nodes, find_slack
+from pipeloom.simulate.graph import CannotProceed, EventGraph, build_graph, find_times
+from pipeloom.simulate.idle_time import find_idle_spans
+from pipeloom.simulate.memory import find_memory
+from pipeloom.simulate.metrics import find_metrics
+
+
+def analyse(
+    timeline: Timeline | Schedule,
+    spans: Iterable[Span] | None = None,
+    *,
+    costs: CostModel | None = None,
+) -> Timeline:
+    """Fill in the figures of a timeline, or of a schedule and the spans that were measured.
+
+    Without ``costs`` there are no bounds, and memory is counted in activations of one microbatch
+    on one rank, unless the timeline brings curves of its own.
+    """
+    if isinstance(timeline, Schedule):
+        timeline = Timeline(timeline, (), source="measured", clock="measured")
+    schedule = timeline.schedule
+    chosen = timeline.spans if spans is None else spans
+    timeline = replace(
+        timeline, spans=tuple(sorted(chosen, key=lambda span: (span.start, span.rank)))
+    )
+    bound = (NO_COSTS if costs is None else costs).bind(schedule)
+    try:
+        graph = build_graph(NO_COSTS.bind(schedule))
+        _, _, order = find_times(graph)
+    except CannotProceed:
+        from pipeloom.verify.verifier import verify
+
+        verify(schedule).raise_for_errors()
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be analysed") from None
+    measured = _match_spans(graph, timeline.spans)
+    for node, (_, start, end) in measured.items():
+        graph.weights[node] = end - start
+    starts, ends, _ = find_times(
+        graph, lambda node, start: measured[node][1] if node in measured else start
+    )
+    indexed = {index: node for node, (index, _, _) in measured.items()}
+    return _finish(
+        timeline, bound if costs is not None else None, bound, graph, starts, ends, order, indexed
+    )
+
+
+#: Durations that are not known, and an activation of 1 per microbatch and rank.
+NO_COSTS = UniformCosts(forward=0.0, input=0.0, weight=0.0)
+
+
+def analyse_graph(
+    timeline: Timeline,
+    costs: ScheduleCosts,
+    graph: EventGraph,
+    starts: list[float],
+    ends: list[float],
+    order: list[int],
+) -> Timeline:
+    """Fill in the figures of a timeline that was just simulated."""
+    nodes = _match_spans(graph, timeline.spans)
+    indexed = {index: node for node, (index, _, _) in nodes.items()}
+    return _finish(timeline, costs, costs, graph, starts, ends, order, indexed)
+
+
+def _finish(
+    timeline: Timeline,
+    bound_costs: ScheduleCosts | None,
+    memory_costs: ScheduleCosts,
+    graph: EventGraph,
+    starts: list[float],
+    ends: list[float],
+    order: list[int],
+    node_of_span: dict[int, int],
+) -> Timeline:
+    metrics = find_metrics(timeline.spans, timeline.num_ranks)
+    slack = find_slack(graph, ends, order, metrics.makespan)
+    critical = find_critical_nodes(graph, starts, ends, timeline.source == "simulated")
+    span_of_node = {node: timeline.spans[index] for index, node in node_of_span.items()}
+    memory = find_memory(memory_costs, graph, starts, ends)
+    bounds: dict[str, float] = {}
+    if bound_costs is not None:
+        bounds = find_lower_bounds(bound_costs, timeline.memory_limit)
+    figures = Figures(
+        makespan=metrics.makespan,
+        span=metrics.span,
+        bubble=metrics.bubble,
+        bubble_makespan=metrics.bubble_makespan,
+        idle_fraction=metrics.idle_fraction,
+        work=metrics.work,
+        bubble_of_rank=metrics.bubble_of_rank,
+        idle_causes=find_idle_spans(graph, starts, ends, metrics.makespan),
+        peaks=tuple(rank.peak for rank in memory),
+        critical_path=tuple(span_of_node[node] for node in critical if node in span_of_node),
+        slack=tuple(
+            slack[node_of_span[index]] if index in node_of_span else 0.0
+            for index in range(len(timeline.spans))
+        ),
+        bounds=bounds,
+    )
+    curves = timeline.memory or tuple(rank.curve for rank in memory)
+    return replace(timeline, memory=curves, figures=figures)
+
+
+def _match_spans(graph: EventGraph, spans: tuple[Span, ...]) -> dict[int, tuple[int, float, float]]:
+    """node → (index of its span, start, end); the k-th span of an action is its k-th in the row."""
+    waiting: dict[tuple[int, Action], deque[int]] = defaultdict(deque)
+    for rank in range(graph.schedule.num_ranks):
+        for node in graph.nodes_of(rank):
+            waiting[rank, graph.actions[node]].append(node)
+    found = {}
+    for index, (rank, _, start, end, action) in enumerate(spans):
+        nodes = waiting.get((rank, action))
+        if nodes:
+            found[nodes.popleft()] = (index, start, end)
+    return found

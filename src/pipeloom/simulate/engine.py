@@ -1,0 +1,178 @@
+"""From a schedule and its costs to a Timeline.
+
+::
+
+    schedule ─┐
+              ├─ build_graph ─▶ EventGraph ─ find_times ─▶ spans ─ analyse ─▶ Timeline
+    costs ────┘
+
+Exact for the given order: a rank runs its actions one after the other and waits where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pipeloom.cost.constant import UniformCosts, expand_speeds
+from pipeloom.cost.model import CostModel, ScheduleCosts
+from pipeloom.cost.units import parse_memory
+from pipeloom.errors import ScheduleError
+from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.timeline import Span, Timeline
+from pipeloom.simulate.analysis import analyse_graph
+from pipeloom.simulate.graph import (
+    NONE,
+    CannotProceed,
+    Channel,
+    Communication,
+    EventGraph,
+    Sends,
+    build_graph,
+    find_times,
+)
+
+
+def simulate(
+    schedule: Schedule,
+    costs: CostModel | None = None,
+    *,
+    sends: Sends = "buffered",
+    channel: Channel = "edge",
+    communication: Communication = "overlapped",
+    speeds: Sequence[float] | Mapping[int, float] | None = None,
+    memory: float | str | None = None,
+) -> Timeline:
+    """Predict a schedule's Timeline; costs are 1 for each of F, I and W unless given.
+
+    ``sends`` and ``channel`` are the communication models of the verifier. ``communication``
+    ``"serialised"`` holds a rank while it sends and receives. ``speeds`` says how fast ranks
+    compute, in place of what the costs say. ``memory`` is a limit to measure against: a number in
+    the costs' memory unit, or a text such as ``"40GiB"``.
+
+    An order that cannot proceed raises the verifier's report.
+
+    >>> from pipeloom.ir.notation import parse_grid
+    >>> timeline = simulate(parse_grid('''
+    ...     0F0 0F1 0B0 0B1
+    ...     1F0 1B0 1F1 1B1'''))
+    >>> timeline.makespan, timeline.span, timeline.bubble_makespan
+    (9.0, 9.0, 0.33333333333333337)
+    """
+    bound = bind_costs(schedule, costs, speeds)
+    graph, starts, ends, order = _walk(bound, sends, channel, communication)
+    limit = None if memory is None else parse_memory(memory, bound.memory_unit)
+    timeline = Timeline(
+        schedule=schedule,
+        spans=tuple(_collect_spans(graph, starts, ends)),
+        time_unit=bound.time_unit,
+        memory_unit=bound.memory_unit,
+        memory_limit=limit,
+        rank_offsets=(0.0,) * schedule.num_ranks,
+        metadata={
+            "sends": sends,
+            "channel": channel,
+            "communication": communication,
+            "costs": repr(costs if costs is not None else UNIT_COSTS),
+        },
+    )
+    return analyse_graph(timeline, bound, graph, starts, ends, order)
+
+
+def find_makespan(
+    schedule: Schedule,
+    costs: CostModel | None = None,
+    *,
+    sends: Sends = "buffered",
+    channel: Channel = "edge",
+    communication: Communication = "overlapped",
+) -> float:
+    """The makespan alone: several times as fast as :func:`simulate`, for searching."""
+    bound = bind_costs(schedule, costs)
+    graph, _, ends, _ = _walk(bound, sends, channel, communication)
+    return max(ends[: graph.num_actions], default=0.0)
+
+
+UNIT_COSTS = UniformCosts(forward=1.0, input=1.0, weight=1.0)
+
+
+def bind_costs(
+    schedule: Schedule,
+    costs: CostModel | None = None,
+    speeds: Sequence[float] | Mapping[int, float] | None = None,
+) -> ScheduleCosts:
+    """The costs at the shape of a schedule; 1 for each of F, I and W where none are given."""
+    bound = (UNIT_COSTS if costs is None else costs).bind(schedule)
+    if speeds is not None:
+        # Checked as the costs' own speeds are.
+        checked = replace(UNIT_COSTS, speeds=speeds).speeds
+        bound = replace(bound, speeds=expand_speeds(checked, schedule.num_ranks))
+    return bound
+
+
+def _walk(
+    bound: ScheduleCosts, sends: Sends, channel: Channel, communication: Communication
+) -> tuple[EventGraph, list[float], list[float], list[int]]:
+    for name, value, known in (
+        ("sends", sends, ("buffered", "rendezvous", "blocking")),
+        ("channel", channel, ("edge", "pair", "all")),
+        ("communication", communication, ("overlapped", "serialised")),
+    ):
+        if value not in known:
+            raise ScheduleError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    try:
+        graph = build_graph(bound, sends=sends, channel=channel, communication=communication)
+        return graph, *find_times(graph)
+    except (CannotProceed, ScheduleError, LookupError, TypeError) as error:
+        _explain(bound.schedule, sends, channel, communication, error)
+        raise
+
+
+def _explain(
+    schedule: Schedule,
+    sends: Sends,
+    channel: Channel,
+    communication: Communication,
+    error: Exception,
+) -> None:
+    """Raise the verifier's report on a schedule that the engine could not walk."""
+    from pipeloom.verify.verifier import verify
+
+    if communication == "serialised" and sends == "rendezvous":
+        sends = "blocking"
+    verify(schedule, sends=sends, channel=channel).raise_for_errors()
+    # What the verifier lets pass but no clock can: the strictest model tells why.
+    verify(schedule, sends="blocking", channel="all").raise_for_errors()
+    if isinstance(error, CannotProceed):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} cannot be simulated: it waits for something that it "
+            "never makes, or makes something twice"
+        ) from None
+
+
+def _collect_spans(graph: EventGraph, starts: list[float], ends: list[float]) -> list[Span]:
+    rows = []
+    issued_after = graph.issued_after
+    for rank in range(graph.schedule.num_ranks):
+        for node in graph.nodes_of(rank):
+            action = graph.actions[node]
+            rule = RULES[action[0]]
+            start, end = starts[node], ends[node]
+            if rule.role is Role.RECEIVE:
+                # On its way since the send began, waited for since the rank came to it.
+                clock = issued_after[node]
+                posted = 0.0 if clock == NONE else ends[clock]
+                start = min(end, max(posted, starts[graph.send_of[node]]))
+            rows.append(Span(rank, rule.lane, start, end, action))
+    placement = graph.schedule.placement
+    for node, send in graph.unwritten_sends.items():
+        assert send.stage is not None
+        rank = placement.rank_of(send.stage)
+        rows.append(Span(rank, RULES[send.kind].lane, starts[node], ends[node], send))
+    rows.sort(key=_by_start_and_rank)
+    return rows
+
+
+def _by_start_and_rank(span: Span) -> tuple[float, int]:
+    return span[2], span[0]
