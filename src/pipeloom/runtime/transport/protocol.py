@@ -47,7 +47,7 @@ __all__ = ["Edge", "Endpoint", "Header", "Message", "Progress", "TensorSpec", "T
 class Edge(NamedTuple):
     """The way from one stage to another on another rank.
 
-    An output goes from ``source=0`` to ``target=1``, its gradient from ``source=1`` to ``target=0``.
+    An output goes from ``source=0`` to ``target=1``, its gradient from ``1`` to ``0``.
     """
 
     source: int

@@ -1,0 +1,220 @@
+"""What crosses the edge between two stages: any pytree, taken apart and put together again.
+
+::
+
+    {"hidden": Tensor, "mask": Tensor, "layer": 3}
+            │ take_apart                      ▲ assemble
+            ▼                                 │
+    [Tensor, Tensor]  +  Layout ──────────────┘
+     travel with every   shapes, types, who needs a gradient, and the rest of the value;
+     microbatch          travels once per edge and step
+
+A plain tuple or list that a stage returns becomes positional arguments of the next; anything else
+is one argument. With several predecessors the arguments follow each other: the one before in the
+chain first, then the skip connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeloom.errors import ShapeError
+from pipeloom.runtime.transport.protocol import TensorSpec
+
+__all__ = [
+    "Layout",
+    "Routed",
+    "assemble",
+    "fits",
+    "flatten",
+    "is_arguments",
+    "map_leaves",
+    "name_leaves",
+    "require_promise",
+    "require_routes",
+    "take_apart",
+    "unflatten",
+]
+
+flatten = pytree.tree_flatten
+unflatten = pytree.tree_unflatten
+map_leaves = pytree.tree_map
+
+
+class Routed(dict[int, Any]):
+    """What a stage returns to send different values to different successors.
+
+    ::
+
+        return Routed({1: hidden, 3: skip})      # stage 1 gets hidden, stage 3 the skip connection
+
+    Without it every successor gets the whole output, and their gradients are added up.
+    """
+
+
+class _TensorHere:
+    """Marks the place of a tensor among the constants of a layout; one object per process."""
+
+    def __reduce__(self) -> str:
+        return "_TENSOR_HERE"
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_TENSOR_HERE = _TensorHere()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about a value but the numbers in its tensors. Can be pickled."""
+
+    tensors: tuple[TensorSpec, ...]
+    #: Per tensor: does the sender want its gradient?
+    needs_grad: tuple[bool, ...]
+    #: ``None`` when the value is a tensor and nothing else.
+    tree: pytree.TreeSpec | None = None
+    #: Per leaf of the tree: a Python value, or the mark of a tensor.
+    constants: tuple[Any, ...] = ()
+
+
+def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
+    """Separate the tensors of a value from its layout.
+
+    >>> import torch
+    >>> tensors, layout = take_apart({"x": torch.zeros(2, 3), "step": 7})
+    >>> layout.tensors
+    (TensorSpec(shape=(2, 3), dtype=torch.float32),)
+    >>> assemble(layout, tensors)["step"]
+    7
+    """
+    if isinstance(value, Tensor):
+        return [value], Layout(
+            (TensorSpec(tuple(value.shape), value.dtype),), (value.requires_grad,)
+        )
+    leaves, tree = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, Layout(
+        tuple([TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors]),
+        tuple([tensor.requires_grad for tensor in tensors]),
+        tree,
+        tuple([_TENSOR_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
+    )
+
+
+def assemble(layout: Layout, tensors: Sequence[Tensor]) -> Any:
+    """Put a value together from its layout and its tensors."""
+    tree = layout.tree
+    if tree is None:
+        return tensors[0]
+    following = iter(tensors)
+    return unflatten(
+        [next(following) if leaf is _TENSOR_HERE else leaf for leaf in layout.constants], tree
+    )
+
+
+def is_arguments(value: Any) -> bool:
+    """True if a value stands for several positional arguments: a plain tuple or list."""
+    kind = type(value)
+    return kind is tuple or kind is list
+
+
+def name_leaves(value: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """How each leaf is reached, in the order of ``flatten``.
+
+    >>> name_leaves({"hidden": 1, "masks": [2, 3]}, "output")
+    ["output['hidden']", "output['masks'][0]", "output['masks'][1]"]
+    """
+    pairs, _ = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
+    return [root + pytree.keystr(path) for path, _ in pairs]
+
+
+def require_promise(layout: Layout, promised: Layout, *, stage: int, microbatch: int) -> None:
+    """Raise a :class:`ShapeError` if a microbatch's output is not what the header announced."""
+    if layout is promised:
+        return
+    problems = list(_find_broken(layout, promised))
+    if problems:
+        raise ShapeError(
+            f"the output of stage {stage} for microbatch {microbatch} is not what the first "
+            f"microbatch on this edge promised: {'; '.join(problems)}. "
+            "If outputs may differ between microbatches, say shapes='per_microbatch'; "
+            "if they only change from step to step, shapes='per_step'."
+        )
+
+
+def _find_broken(layout: Layout, promised: Layout) -> Sequence[str]:
+    if (
+        layout.tensors == promised.tensors
+        and layout.needs_grad == promised.needs_grad
+        and layout.tree == promised.tree
+        and all(map(_same_constant, layout.constants, promised.constants))
+    ):
+        return ()
+    if layout.tree != promised.tree:
+        return [f"its structure is {layout.tree or 'a tensor'}, not {promised.tree or 'a tensor'}"]
+    names = ["output"]
+    if layout.tree is not None:
+        names = name_leaves(unflatten(list(layout.constants), layout.tree), "output")
+    constants = layout.constants or (_TENSOR_HERE,)
+    announced = promised.constants or (_TENSOR_HERE,)
+    problems = []
+    position = 0
+    for name, constant, expected in zip(names, constants, announced, strict=True):
+        if constant is _TENSOR_HERE and expected is _TENSOR_HERE:
+            problems += _compare_tensors(name, layout, promised, position)
+            position += 1
+        elif (constant is _TENSOR_HERE) != (expected is _TENSOR_HERE):
+            problems.append(f"{name} is {constant!r}, promised was {expected!r}")
+            return problems
+        elif not _same_constant(constant, expected):
+            problems.append(f"{name} is the value {constant!r}, promised was {expected!r}")
+    return problems
+
+
+def _compare_tensors(name: str, layout: Layout, promised: Layout, position: int) -> list[str]:
+    actual, expected = layout.tensors[position], promised.tensors[position]
+    problems = []
+    if actual.shape != expected.shape:
+        problems.append(f"{name} has shape {list(actual.shape)}, promised {list(expected.shape)}")
+    if actual.dtype != expected.dtype:
+        problems.append(f"{name} has type {actual.dtype}, promised {expected.dtype}")
+    if layout.needs_grad[position] != promised.needs_grad[position]:
+        does = "requires" if layout.needs_grad[position] else "does not require"
+        problems.append(f"{name} {does} grad, unlike promised")
+    return problems
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other) or (one != one and other != other)
+    except Exception:
+        return False
+
+
+def fits(value: Any, layout: Layout | None) -> bool:
+    """A quick check whether a bare tensor has the layout already; anything else is looked at."""
+    if layout is None or layout.tree is not None or type(value) is not Tensor:
+        return False
+    spec = layout.tensors[0]
+    return (
+        value.shape == spec.shape
+        and value.dtype is spec.dtype
+        and value.requires_grad is layout.needs_grad[0]
+    )
+
+
+def require_routes(routed: Mapping[int, Any], successors: Sequence[int], stage: int) -> None:
+    """Raise a :class:`ShapeError` unless a routed output names every successor and no other."""
+    if set(routed) != set(successors):
+        raise ShapeError(
+            f"stage {stage} returned a Routed output for the stages {sorted(routed)}, but its "
+            f"successors are {sorted(successors)}; name each of them once"
+        )
