@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import typer
 
@@ -79,8 +79,8 @@ def run(
         for path in save:
             print(f"wrote {path}")
     else:
-        direction = cast(Literal["rows", "columns"], ranks_as.value)
-        print(format_grid(schedule, ranks_as=direction))
+        columns = ranks_as is Direction.COLUMNS
+        print(format_grid(schedule, ranks_as="columns" if columns else "rows"))
 
 
 def save_as(schedule: Schedule, path: Path) -> None:

@@ -114,6 +114,8 @@ class Dependencies:
         self.num_microbatches = num_microbatches
         self.has_communication = has_communication
         self.has_backward = has_backward
+        #: What `peer_of` has found: the same for all microbatches, and asked for every message.
+        self._peers: dict[tuple[Kind, int | None, int | None], int] = {}
         stages = range(topology.num_stages)
         ranks = placement.ranks
 
@@ -154,6 +156,13 @@ class Dependencies:
 
     def peer_of(self, action: Action) -> int:
         """The other stage of a send or receive, also where the action leaves it unsaid."""
+        edge = (action[0], action[1], action[4])
+        peer = self._peers.get(edge)
+        if peer is None:
+            peer = self._peers[edge] = self._find_peer(action)
+        return peer
+
+    def _find_peer(self, action: Action) -> int:
         candidates = self.peers_of(action)
         if action.peer is not None:
             if action.peer in candidates:
@@ -461,6 +470,33 @@ def simple_actions(action: Action) -> tuple[Action, ...]:
 
 
 _BACKWARD_KINDS = frozenset({Kind.B, Kind.I, Kind.W})
+
+#: What can be split, and into what.
+_HALVES = {Kind.B: (Kind.I, Kind.W)}
+_WHOLES = {halves: whole for whole, halves in _HALVES.items()}
+
+
+def halves_of(action: Action) -> tuple[Action, Action] | None:
+    """The two actions that together do the same, ``None`` where an action cannot be split.
+
+    >>> halves_of(Action(Kind.B, 2, 0))
+    (2I0, 2W0)
+    """
+    halves = _HALVES.get(action[0])
+    if halves is None:
+        return None
+    first, second = halves
+    return action._replace(kind=first), action._replace(kind=second)
+
+
+def whole_of(first: Action, second: Action) -> Action | None:
+    """The action that does the same as two in a row, ``None`` where there is none.
+
+    >>> whole_of(Action(Kind.I, 2, 0), Action(Kind.W, 2, 0))
+    2B0
+    """
+    whole = _WHOLES.get((first[0], second[0]))
+    return None if whole is None or first[1:] != second[1:] else first._replace(kind=whole)
 
 
 def find_malformed(action: Action) -> str | None:

@@ -15,12 +15,10 @@ from typing import Any, Literal, TypeAlias
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.difference import Difference, compare_programs
 from pipeloom.passes.registry import Pass, make_pass, parse_pass
+from pipeloom.verify.deadlock import Channel, Sends
 
 #: A name with options as text ("unshard_parameters:lookahead=2"), a function, or a Pass.
 PassLike: TypeAlias = str | Pass | Callable[[Schedule], Schedule]
-
-Sends: TypeAlias = Literal["buffered", "rendezvous", "blocking"]
-Channel: TypeAlias = Literal["all", "pair", "edge"]
 
 
 class PassPipeline:
@@ -113,7 +111,7 @@ def default_passes(
     known = {
         "lookahead": "unshard_parameters",
         "memory": "unshard_parameters",
-        "stage_bytes": "unshard_parameters",
+        "costs": "unshard_parameters",
         "receive_lookahead": "place_receives",
         "sends": "place_receives",
         "channel": "place_receives",
@@ -163,7 +161,7 @@ def lower(
 
     Messages are always inserted, and so is the exchange of gradients between copies of a stage.
     ``shard`` gathers and reduces the stages named (``True``: all), with ``lookahead``, ``memory``
-    and ``stage_bytes`` of :func:`~pipeloom.passes.unshard_parameters.unshard_parameters`.
+    and ``costs`` of :func:`~pipeloom.passes.unshard_parameters.unshard_parameters`.
     ``receives`` moves receives ``"early"`` or ``"late"`` for a model ``sends``, ``channel``, with
     ``receive_lookahead``; without it the program suits every model, (blocking, all) included.
     A program that has communication keeps it.

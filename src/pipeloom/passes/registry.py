@@ -109,6 +109,7 @@ def parse_pass(text: str) -> Pass:
     {'lookahead': 2}
     """
     name, *settings = text.strip().split(":")
+    types = {option.name: option.type for option in make_pass(name).options}
     arguments: dict[str, Any] = {}
     for setting in settings:
         option, equals, value = setting.partition("=")
@@ -118,21 +119,26 @@ def parse_pass(text: str) -> Pass:
             )
         if option in arguments:
             raise ScheduleError(f"{text!r} sets {option!r} twice")
-        arguments[option] = _read(option, value)
+        try:
+            arguments[option] = _read(value, types.get(option, ""))
+        except ValueError:
+            raise ScheduleError(
+                f"{setting!r} in {text!r}: not a value for {types[option]}"
+            ) from None
     return make_pass(name, **arguments)
 
 
-def _read(option: str, text: str) -> Any:
-    if text.lower() == "none":
+def _read(text: str, type_text: str) -> Any:
+    """Read an option's value as its type says: a number, a set of stages, or a word."""
+    if "None" in type_text and text.lower() == "none":
         return None
-    pieces = text.split("+")
-    if all(piece.isascii() and piece.isdigit() for piece in pieces):
-        numbers = [int(piece) for piece in pieces]
-        return frozenset(numbers) if option == "stages" or len(numbers) > 1 else numbers[0]
-    try:
+    if "Iterable[int]" in type_text:
+        return frozenset(map(int, text.split("+")))
+    if type_text.startswith("int"):
+        return int(text)
+    if type_text.startswith("float"):
         return float(text)
-    except ValueError:
-        return text
+    return text
 
 
 def _write(value: Any) -> str:

@@ -69,6 +69,7 @@ def walk_in_time_order(schedule: Schedule) -> Iterator[Instant]:
     """
     _check_places(schedule)
     table = schedule.dependencies
+    rank_of = schedule.placement.ranks
     rows = schedule.actions
     position = [0] * len(rows)
     produced: set[Product] = set()
@@ -98,7 +99,11 @@ def walk_in_time_order(schedule: Schedule) -> Iterator[Instant]:
             else:
                 together = [rank]
                 if action[2] is None and not action[3]:
-                    partners = table.partners_of(action)
+                    partners = [
+                        partner
+                        for partner in table.partners_of(action)
+                        if rank_of[partner[1]] != rank  # type: ignore[index]
+                    ]
                     if partners:
                         group = tuple(sorted((action, *partners), key=str))
                         arrived = meeting.setdefault(group, [])
