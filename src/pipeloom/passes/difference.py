@@ -121,15 +121,23 @@ def _compare(old: Sequence[Action], new: Sequence[Action]) -> Iterator[Cell]:
     steady = _longest_increasing([place for place in places if place is not None])
     kept = set(new_keys)
     gone = [index for index, key in enumerate(old_keys) if key not in kept]
+    boundaries = iter([*sorted(steady), len(old)])
     next_gone = 0
+
+    def take_gone() -> Iterator[Cell]:
+        """What stood before the next unmoved action."""
+        nonlocal next_gone
+        boundary = next(boundaries)
+        while next_gone < len(gone) and gone[next_gone] < boundary:
+            yield Cell("-", old[gone[next_gone]])
+            next_gone += 1
+
+    yield from take_gone()
     for action, place in zip(new, places, strict=True):
-        if place is not None and place in steady:
-            while next_gone < len(gone) and gone[next_gone] < place:
-                yield Cell("-", old[gone[next_gone]])
-                next_gone += 1
-        yield Cell("+" if place is None else " " if place in steady else "~", action)
-    for index in gone[next_gone:]:
-        yield Cell("-", old[index])
+        is_steady = place is not None and place in steady
+        yield Cell("+" if place is None else " " if is_steady else "~", action)
+        if is_steady:
+            yield from take_gone()
 
 
 def _number_repeats(row: Sequence[Action]) -> list[tuple[Action, int]]:

@@ -137,17 +137,13 @@ def default_passes(
     if shard is not False:
         stages = None if shard is True else frozenset(shard)
         passes.append(make_pass("unshard_parameters", stages=stages, **taken["unshard_parameters"]))
-    if schedule.has_backward and (shard is not False or _exchanges_gradients(schedule)):
+    if schedule.has_backward and (schedule.topology.replicas or schedule.sharded_stages):
         passes.append(make_pass("reduce_gradients"))
     if not schedule.has_communication:
         passes.append(make_pass("insert_communication"))
     if receives is not None:
         passes.append(make_pass("place_receives", when=receives, **taken["place_receives"]))
     return passes
-
-
-def _exchanges_gradients(schedule: Schedule) -> bool:
-    return bool(schedule.topology.replicas or schedule.sharded_stages)
 
 
 def lower(

@@ -31,7 +31,7 @@ def place_receives(
     sends: Sends = "rendezvous",
     channel: Channel = "edge",
 ) -> Schedule:
-    """Move receives ``"early"`` or ``"late"`` without a deadlock under the communication model.
+    """Move receives early or late, without a deadlock under the communication model.
 
     Early: to ``lookahead`` computations before the one that uses the data, where a receive is not
     that early yet. A rank then holds at most ``lookahead`` buffers more per edge, however many

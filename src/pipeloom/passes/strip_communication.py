@@ -16,7 +16,7 @@ from pipeloom.ir.schedule import Schedule
 
 
 def strip_communication(schedule: Schedule) -> Schedule:
-    """Undo :func:`insert_communication`, whatever the order of the messages.
+    """Take every send and receive out, whatever their order.
 
     >>> from pipeloom.ir.notation import parse_grid
     >>> program = parse_grid("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")

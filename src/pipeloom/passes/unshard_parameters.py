@@ -18,6 +18,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.dependencies import Role, role_of, simple_actions
 from pipeloom.ir.schedule import Schedule
+from pipeloom.passes.reduce_gradients import reduce_gradients
 
 DEFAULT_LOOKAHEAD = 3
 
@@ -30,7 +31,7 @@ def unshard_parameters(
     memory: float | None = None,
     costs: CostModel | None = None,
 ) -> Schedule:
-    """Add UNSHARD and RESHARD for the stages named (``None``: all).
+    """Gather and release the parameters of all stages, or of the stages named.
 
     After each computation the stages that the rank needs next are gathered: the next
     ``lookahead`` different ones (3 unless said otherwise), the one in use included; or as many as
@@ -38,14 +39,20 @@ def unshard_parameters(
     among them is released first, so the bound holds at every moment. Nothing is gathered again
     that the bound would have allowed to stay: released is always what is needed last.
 
+    A sharded stage must reduce its gradients, so stages that do not yet get their REDUCE_GRAD as
+    well, as :func:`~pipeloom.passes.reduce_gradients.reduce_gradients` places it.
+
     >>> from pipeloom.ir.notation import parse_grid
     >>> schedule = parse_grid("0F0 1F0 1B0 0B0", name="tiny")
     >>> print(unshard_parameters(schedule, lookahead=1))
     # tiny · 1 ranks · 2 stages · 1 microbatches
-    rank 0   0UNSHARD  0F0  0RESHARD  1UNSHARD  1F0  1B0  1RESHARD  0UNSHARD  0B0  0RESHARD
+    rank 0   0UNSHARD  0F0  0RESHARD  1UNSHARD  1F0  1B0  1RESHARD  0UNSHARD  1REDUCE_GRAD  0B0  \
+0RESHARD  0REDUCE_GRAD
     """
     wanted = _choose_stages(schedule, stages)
     bound = _make_bound(schedule, lookahead, memory, costs)
+    if schedule.has_backward:
+        schedule = reduce_gradients(schedule, stages=wanted)
     return schedule.with_actions(
         _Gathering(row, rank, wanted, bound).rewrite() for rank, row in enumerate(schedule.actions)
     )
