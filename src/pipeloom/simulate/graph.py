@@ -196,11 +196,11 @@ class _Builder:
                     send, _ = self.table.make_message(product, received[1])
                     self.graph.unwritten_sends[last] = send
                 else:
-                    if occupied:
-                        edge = self.table.ranks_of_message(sent)
-                        queue = [node]
-                        if edge in self.edge_free:
-                            queue.append(self.edge_free[edge])
+                    edge = self.table.ranks_of_message(sent)
+                    ahead = self.edge_free.get(edge, NONE)
+                    # Nothing overtakes on an edge, however small it is.
+                    if occupied or ahead != NONE:
+                        queue = [node] if ahead == NONE else [node, ahead]
                         last = self.edge_free[edge] = self._add(occupied, queue, origin=node)
                     if latency:
                         last = self._add(latency, [last], origin=node)

@@ -69,8 +69,7 @@ class _Row:
 
     def _explain_gap(self, cursor: float, previous: int, node: int) -> None:
         """The time between two computations of a rank."""
-        graph, ends = self.graph, self.ends
-        start = self.starts[node]
+        ends, start = self.ends, self.starts[node]
         for holder in self._holders(previous, node):
             cursor = self._explain_piece(cursor, min(ends[holder], start), holder, node)
         if start <= cursor:
@@ -80,7 +79,6 @@ class _Row:
             self._add(cursor, start, OVERHEAD, NONE, node)
             return
         self._explain_piece(cursor, start, binding, node)
-        assert graph.num_actions > node
 
     def _explain_piece(self, cursor: float, end: float, cause: int, node: int) -> float:
         """Split the time until something came: until its origin had ended, and after that."""
@@ -136,14 +134,18 @@ class _Row:
         return best
 
     def _binding_input(self, node: int) -> int:
-        """The input that came last; ``NONE`` if there is nothing but the computation before."""
-        graph, ends = self.graph, self.ends
+        """The input that came last (of several, the one whose origin ended last); ``NONE`` if
+        there is nothing but the computation before."""
+        graph = self.graph
         clock = graph.issued_after[node]
-        binding = NONE
-        for earlier in graph.before[node]:
-            if earlier != clock and (binding == NONE or ends[earlier] > ends[binding]):
-                binding = earlier
-        return binding
+        inputs = [earlier for earlier in graph.before[node] if earlier != clock]
+        return max(inputs, key=self._when_it_came, default=NONE)
+
+    def _when_it_came(self, node: int) -> tuple[float, float]:
+        origin = self.graph.origins.get(node, NONE)
+        if origin == NONE and node < self.graph.num_actions and self._is_compute(node):
+            origin = node
+        return self.ends[node], -1.0 if origin == NONE else self.ends[origin]
 
     def _is_compute(self, node: int) -> bool:
         return RULES[self.graph.actions[node][0]].role in (Role.COMPUTE, Role.FUSED)
