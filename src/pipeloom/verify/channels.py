@@ -49,16 +49,9 @@ def _find_unmatched(program: Program) -> Iterator[Violation]:
 
 def _find_different_orders(program: Program) -> Iterator[Violation]:
     matches = program.matches
-    sends: dict[tuple[int, int], list[int]] = {}
-    receives: dict[tuple[int, int], list[int]] = {}
-    for location, pair in program.directed_pairs(program.sends):
-        if matches[location] != NOWHERE:
-            sends.setdefault(pair, []).append(location)
-    for location, pair in program.directed_pairs(program.receives):
-        if matches[location] != NOWHERE:
-            receives.setdefault(pair, []).append(location)
-    for pair, sent in sends.items():
-        received = receives.get(pair, [])
+    for pair, channel in program.channels.items():
+        sent = [location for location in channel.sends if matches[location] != NOWHERE]
+        received = [location for location in channel.receives if matches[location] != NOWHERE]
         for index, (send, receive) in enumerate(zip(sent, received, strict=False)):
             if matches[send] == receive:
                 continue

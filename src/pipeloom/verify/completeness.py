@@ -21,7 +21,6 @@ from pipeloom.ir.dependencies import (
     SENT_GRADIENT,
     SENT_OUTPUT,
     WEIGHT_GRADIENT,
-    Product,
 )
 from pipeloom.verify.program import NOWHERE, Program, describe_product
 from pipeloom.verify.report import Violation
@@ -48,7 +47,7 @@ def check_completeness(program: Program) -> Iterator[Violation]:
 def _find_duplicates(program: Program) -> Iterator[Violation]:
     reported: set[tuple[int, int]] = set()
     for location, product in program.made_again:
-        first = program.makers[product]
+        first = program.maker_of(product)
         # A full backward makes two products; doubled, it is still one mistake. What I leaves for
         # W comes always together with the gradient of its input.
         if (location, first) in reported or product[0] == PENDING_WEIGHTS:
@@ -65,40 +64,73 @@ def _find_duplicates(program: Program) -> Iterator[Violation]:
 
 
 def _find_missing(program: Program) -> Iterator[Violation]:
-    makers, table = program.makers, program.table
+    """What is required and made nowhere; for consecutive microbatches it is said once."""
+    table = program.table
     ranks = table.placement.ranks
-    unheard = program.sound.absent_ranks | {None}
+    unheard = program.sound.absent_ranks | {None}  # the lack of a rank is said for itself
+    missing: dict[tuple[str, int], list[int]] = {}
     for product in table.required_products():
-        if product in makers:
+        if program.maker_of(product) == NOWHERE:
+            what, stage, microbatch, _ = product
+            if ranks[stage] not in unheard and microbatch is not None:
+                missing.setdefault((what, stage), []).append(microbatch)
+    for (what, stage), microbatches in missing.items():
+        if what == WEIGHT_GRADIENT:
+            for microbatch in microbatches:
+                yield from _find_input_without_weight(program, stage, microbatch)
             continue
-        what, stage, microbatch, _ = product
-        rank = ranks[stage]
-        if rank in unheard:
-            continue  # its rank, or the lack of one, is a violation of its own
-        if what == OUTPUT:
-            yield Violation(
-                "MISSING_FORWARD",
-                f"stage {stage} never runs the forward of microbatch {microbatch}",
-                f"add {stage}F{microbatch} to rank {rank}",
-                rank,
-            )
-        elif what == INPUT_GRADIENT:
-            if (WEIGHT_GRADIENT, stage, microbatch, None) in makers:
-                continue  # a W without its I: found where W looks for it
-            yield Violation(
-                "MISSING_BACKWARD",
-                f"stage {stage} never runs the backward of microbatch {microbatch}",
-                f"add {stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}, "
-                f"to rank {rank}",
-                rank,
-            )
-        else:
-            yield from _find_input_without_weight(program, product)
+        if what == INPUT_GRADIENT:
+            # A W without its I is found where W looks for it.
+            microbatches = [
+                microbatch
+                for microbatch in microbatches
+                if program.maker_of((WEIGHT_GRADIENT, stage, microbatch, None)) == NOWHERE
+            ]
+        for first, last in _runs_of(microbatches):
+            yield _missing(what, stage, ranks[stage], first, last)
 
 
-def _find_input_without_weight(program: Program, product: Product) -> Iterator[Violation]:
-    _, stage, microbatch, _ = product
-    maker = program.makers.get((PENDING_WEIGHTS, stage, microbatch, None), NOWHERE)
+def _missing(what: str, stage: int, rank: int | None, first: int, last: int) -> Violation:
+    which = f"microbatch {first}" if first == last else f"microbatches {first}..{last}"
+    several = "" if first == last else " and so on"
+    if what == OUTPUT:
+        return Violation(
+            "MISSING_FORWARD",
+            f"stage {stage} never runs the forward of {which}",
+            f"add {stage}F{first}{several} to rank {rank}",
+            rank,
+        )
+    return Violation(
+        "MISSING_BACKWARD",
+        f"stage {stage} never runs the backward of {which}",
+        f"add {stage}B{first}, or {stage}I{first} and {stage}W{first},{several} to rank {rank}",
+        rank,
+    )
+
+
+def _runs_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of every stretch of consecutive numbers.
+
+    >>> list(_runs_of([1, 2, 3, 7]))
+    [(1, 3), (7, 7)]
+    """
+    first: int | None = None
+    last = 0
+    for number in numbers:
+        if first is None:
+            first = number
+        elif number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    if first is not None:
+        yield first, last
+
+
+def _find_input_without_weight(
+    program: Program, stage: int, microbatch: int
+) -> Iterator[Violation]:
+    maker = program.maker_of((PENDING_WEIGHTS, stage, microbatch, None))
     if maker != NOWHERE:
         yield Violation(
             "INPUT_WITHOUT_WEIGHT",

@@ -104,28 +104,31 @@ class Machine:
         self._ready: list[int] = []
 
     def _sort_into_queues(self) -> None:
-        program, channel, queue_of = self.program, self.channel, self.queue_of
-        numbers: dict[tuple[int, ...], int] = {}
-        for is_send, locations in ((1, program.sends), (0, program.receives)):
-            for location, (sender, receiver) in program.directed_pairs(locations):
+        queue_of = self.queue_of
+        members: dict[tuple[int, ...], list[int]] = {}
+        for (sender, receiver), channel in self.program.channels.items():
+            for is_send, locations in ((1, channel.sends), (0, channel.receives)):
                 rank, other = (sender, receiver) if is_send else (receiver, sender)
-                if channel == "edge":
+                if self.channel == "edge":
                     key: tuple[int, ...] = (rank, other, is_send)
-                elif channel == "pair":
+                elif self.channel == "pair":
                     key = (rank, other)
                 else:
                     key = (rank,)
-                queue_of[location] = numbers.setdefault(key, len(numbers))
-                self.is_send[location] = is_send
+                members.setdefault(key, []).extend(locations)
+                if is_send:
+                    for location in locations:
+                        self.is_send[location] = 1
+        # Within a rank locations ascend in the order of its program.
+        self.queues = [sorted(locations) for locations in members.values() if locations]
+        for number, queue in enumerate(self.queues):
+            for location in queue:
+                queue_of[location] = number
         # The match of an action that stands on a wrong rank never comes.
         self.matches = [
             match if match != NOWHERE and queue_of[match] != NOWHERE else NOWHERE
-            for match in program.matches
+            for match in self.program.matches
         ]
-        self.queues = [[] for _ in numbers]
-        for location, queue in enumerate(queue_of):
-            if queue != NOWHERE:
-                self.queues[queue].append(location)
         self.head_index = [0] * len(self.queues)
         self.heads = [queue[0] for queue in self.queues]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.occupancy import walk_occupancy
@@ -19,6 +19,9 @@ from pipeloom.verify.report import Violation
 
 if TYPE_CHECKING:
     from pipeloom.cost.model import CostModel
+
+#: In the costs' memory unit, or a text such as "40GiB"; one for all ranks, or one for each.
+MemoryLimit: TypeAlias = float | str | Sequence[float | str]
 
 _MOST_NAMED = 6
 
@@ -57,18 +60,18 @@ def check_memory(
         )
 
 
-def limit_per_rank(memory: float | Sequence[float], num_ranks: int) -> list[float]:
-    """The limit of each rank; one number holds for all of them.
+def limit_per_rank(memory: MemoryLimit, num_ranks: int, unit: str) -> list[float]:
+    """The limit of each rank, in the costs' unit; one limit holds for all of them.
 
-    >>> limit_per_rank(4, 2)
-    [4.0, 4.0]
+    >>> limit_per_rank("1GiB", 2, "MiB")
+    [1024.0, 1024.0]
     """
-    limits = [memory] * num_ranks if isinstance(memory, (int, float)) else list(memory)
+    from pipeloom.cost.units import parse_memory
+
+    limits = [memory] * num_ranks if isinstance(memory, (int, float, str)) else list(memory)
     if len(limits) != num_ranks:
         raise ScheduleError(
             f"memory has {len(limits)} limits, but there are {num_ranks} ranks; "
-            "give one number, or one for each rank"
+            "give one limit, or one for each rank"
         )
-    if any(math.isnan(limit) or limit < 0 for limit in limits):
-        raise ScheduleError(f"a memory limit is a number from 0 up, not {memory}")
-    return [float(limit) for limit in limits]
+    return [parse_memory(limit, unit) for limit in limits]

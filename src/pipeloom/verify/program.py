@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.dependencies import (
@@ -27,6 +27,7 @@ from pipeloom.ir.dependencies import (
     Product,
     Role,
 )
+from pipeloom.ir.product_numbers import Pattern, ProductNumbers
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.report import Place
 from pipeloom.verify.soundness import SoundRows, find_sound_actions
@@ -48,6 +49,13 @@ def describe_product(product: Product) -> str:
     return text if other is None else f"{text} to stage {other}"
 
 
+class Channel(NamedTuple):
+    """The messages of one directed pair of ranks."""
+
+    sends: list[int]
+    receives: list[int]
+
+
 class Program:
     """The sound actions of a schedule, numbered, with the relations between them."""
 
@@ -59,7 +67,7 @@ class Program:
         self.whole = Schedule(
             self.sound.placement,
             schedule.topology,
-            max(schedule.num_microbatches, 0),
+            self.sound.num_microbatches,
             self.rows,
             self.sound.has_communication,
             schedule.name,
@@ -70,30 +78,14 @@ class Program:
         self.starts = [0]
         for row in self.rows:
             self.starts.append(self.starts[-1] + len(row))
-        self._find_makers()
-        self._find_needs()
-
-    # ── who makes what ───────────────────────────────────────────────────────────────────────
-
-    def _find_makers(self) -> None:
-        table = self.table
-        #: Product → the location that makes it (the first, if several do).
-        self.makers: dict[Product, int] = {}
+        self.numbers = ProductNumbers(self.table)
+        patterns = [[self.numbers.pattern_of(action) for action in row] for row in self.rows]
+        #: For every numbered product the location that makes it (the first, if several do).
+        self.makers = [NOWHERE] * self.numbers.count
         #: What is made again: (location, product).
         self.made_again: list[tuple[int, Product]] = []
-        makers = self.makers
-        location = 0
-        for row in self.rows:
-            for action in row:
-                for product in RULES[action[0]].produces(table, action):
-                    if makers.setdefault(product, location) != location:
-                        self.made_again.append((location, product))
-                location += 1
-
-    # ── who needs what ───────────────────────────────────────────────────────────────────────
-
-    def _find_needs(self) -> None:
-        table, makers = self.table, self.makers
+        self.is_receive = bytearray(self.starts[-1])
+        self._find_makers(patterns)
         #: Location → locations that must be done before it may run, where the order of its own
         #: rank does not say so already; NOWHERE for what is never done.
         self.waits: dict[int, tuple[int, ...]] = {}
@@ -107,39 +99,66 @@ class Program:
         self.sends: list[int] = []
         self.receives: list[int] = []
         self.reductions: list[int] = []
+        self._find_needs(patterns)
+
+    # ── who makes what ───────────────────────────────────────────────────────────────────────
+
+    def _find_makers(self, patterns: list[list[Pattern]]) -> None:
+        makers = self.makers
+        location = 0
+        for row, patterns_of_row in zip(self.rows, patterns, strict=True):
+            for action, (role, _, produces) in zip(row, patterns_of_row, strict=True):
+                shift = action[2] or 0
+                if role is Role.RECEIVE:
+                    self.is_receive[location] = 1
+                for base in produces:
+                    if makers[base + shift] == NOWHERE:
+                        makers[base + shift] = location
+                    else:
+                        product = self.numbers.product_of(base + shift)
+                        self.made_again.append((location, product))
+                location += 1
+
+    def maker_of(self, product: Product) -> int:
+        """The location that makes a product, NOWHERE if none does."""
+        number = self.numbers.number_of(product)
+        return self.makers[number] if number < len(self.makers) else NOWHERE
+
+    # ── who needs what ───────────────────────────────────────────────────────────────────────
+
+    def _find_needs(self, patterns: list[list[Pattern]]) -> None:
+        makers, is_receive, waits = self.makers, self.is_receive, self.waits
         spare_sends = self._find_spare_sends()
-        has_communication = self.has_communication
         for rank, row in enumerate(self.rows):
-            start, end = self.starts[rank], self.starts[rank + 1]
-            for location, action in enumerate(row, start):
-                rule = RULES[action[0]]
-                role = rule.role
-                needs = rule.needs(table, action)
+            start = self.starts[rank]
+            location = start - 1
+            for action, (role, needs, _) in zip(row, patterns[rank], strict=True):
+                location += 1
+                shift = action[2] or 0
                 if role is Role.RECEIVE:
                     self.receives.append(location)
-                    self._match(needs[0], location, spare_sends)
+                    self._match(needs[0] + shift, location, spare_sends)
                     continue
                 if role is Role.SEND:
                     self.sends.append(location)
                 elif role is Role.REDUCE:
                     self.reductions.append(location)
-                waits: tuple[int, ...] = ()
-                for product in needs:
-                    maker = makers.get(product, NOWHERE)
-                    if start <= maker < location:
-                        if has_communication and product[3] is not None:
-                            waits += (maker,)  # a receive: posted earlier, but has it come?
-                    elif location <= maker < end:
-                        self.late.append((location, product, maker))
-                        waits += (maker,)
-                    elif maker == NOWHERE:
-                        self.missing.append((location, product))
-                        waits += (NOWHERE,)
-                    else:
-                        # Of another rank: in a program with communication it must travel.
-                        waits += (NOWHERE if has_communication else maker,)
-                if waits:
-                    self.waits[location] = waits
+                for base in needs:
+                    maker = makers[base + shift]
+                    if not start <= maker < location:
+                        self._note_foreign(location, rank, base + shift, maker)
+                    elif is_receive[maker]:  # posted earlier, but has it come?
+                        waits[location] = (*waits.get(location, ()), maker)
+
+    def _note_foreign(self, location: int, rank: int, number: int, maker: int) -> None:
+        """Note that an action needs what its own rank has not made before."""
+        if maker == NOWHERE:
+            self.missing.append((location, self.numbers.product_of(number)))
+        elif location <= maker < self.starts[rank + 1]:
+            self.late.append((location, self.numbers.product_of(number), maker))
+        elif self.has_communication:
+            maker = NOWHERE  # it would have to travel
+        self.waits[location] = (*self.waits.get(location, ()), maker)
 
     def _find_spare_sends(self) -> dict[Product, list[int]]:
         spare: dict[Product, list[int]] = {}
@@ -148,10 +167,10 @@ class Program:
                 spare.setdefault(product, []).append(location)
         return spare
 
-    def _match(self, message: Product, receive: int, spare_sends: dict[Product, list[int]]) -> None:
-        send = self.makers.get(message, NOWHERE)
+    def _match(self, message: int, receive: int, spare_sends: dict[Product, list[int]]) -> None:
+        send = self.makers[message]
         if send != NOWHERE and self.matches[send] != NOWHERE:
-            spare = spare_sends.get(message)
+            spare = spare_sends.get(self.numbers.product_of(message))
             send = spare.pop() if spare else NOWHERE
         if send != NOWHERE:
             self.matches[send] = receive
@@ -198,26 +217,36 @@ class Program:
         assert action.stage is not None
         return self.table.placement.ranks[action.stage]
 
-    def directed_pairs(self, locations: Iterable[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(location, (sending rank, receiving rank)) of sends or receives that stand on the rank
-        of their stage; others are reported for that and take no further part."""
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], Channel]:
+        """(sending rank, receiving rank) → its sends and receives, in order. Those that stand on
+        another rank than their stage are reported for that and take no further part."""
         ranks = self.table.placement.ranks
-        pairs: dict[tuple[Kind, int | None, int | None], tuple[int | None, int | None, int]] = {}
-        rank = 0
-        for location in locations:
-            while location >= self.starts[rank + 1]:
-                rank += 1
-            action = self.rows[rank][location - self.starts[rank]]
-            key = (action[0], action[1], action[4])
-            known = pairs.get(key)
-            if known is None:
-                _, sender, _, receiver = self.table.message_of(action)
-                assert receiver is not None
-                assert action.stage is not None
-                known = pairs[key] = (ranks[sender], ranks[receiver], ranks[action.stage] or 0)
-            sender_rank, receiver_rank, home = known
-            if sender_rank is not None and receiver_rank is not None and home == rank:
-                yield location, (sender_rank, receiver_rank)
+        channels: dict[tuple[int, int], Channel] = {}
+        for is_receive, locations in ((0, self.sends), (1, self.receives)):
+            lists: dict[tuple[Kind, int | None, int | None, int], list[int] | None] = {}
+            rank = 0
+            for location in locations:
+                while location >= self.starts[rank + 1]:
+                    rank += 1
+                action = self.rows[rank][location - self.starts[rank]]
+                key = (action[0], action[1], action[4], rank)
+                if key not in lists:
+                    _, sender, _, receiver = self.table.message_of(action)
+                    assert receiver is not None
+                    from_rank, to_rank = ranks[sender], ranks[receiver]
+                    lists[key] = None
+                    if (
+                        from_rank is not None
+                        and to_rank is not None
+                        and rank == (to_rank if is_receive else from_rank)
+                    ):
+                        channel = channels.setdefault((from_rank, to_rank), Channel([], []))
+                        lists[key] = channel[is_receive]
+                members = lists[key]
+                if members is not None:
+                    members.append(location)
+        return channels
 
     @cached_property
     def collectives(self) -> dict[int, tuple[int, ...]]:
@@ -238,7 +267,7 @@ class Program:
         """The locations of an action's partners, NOWHERE for one that is missing."""
         table = self.table
         return [
-            self.makers.get(product, NOWHERE)
+            self.maker_of(product)
             for partner in table.partners_of(self.action_at(location))
             for product in table.produces(partner)
         ]

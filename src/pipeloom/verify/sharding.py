@@ -74,9 +74,10 @@ def _walk_rank(program: Program, rank: int, sharded: set[int | None]) -> Iterato
 
 
 def _find_missing_reductions(program: Program, sharded: set[int | None]) -> Iterator[Violation]:
-    trained = {product[1] for product in program.makers if product[0] == WEIGHT_GRADIENT}
-    for stage in sorted(stage for stage in sharded if stage in trained and stage is not None):
-        if (REDUCED_GRADIENT, stage, None, None) not in program.makers:
+    for stage in sorted(stage for stage in sharded if stage is not None):
+        if not _is_trained(program, stage):
+            continue
+        if program.maker_of((REDUCED_GRADIENT, stage, None, None)) == NOWHERE:
             last = _last_computation(program, stage)
             yield Violation(
                 "MISSING_REDUCE",
@@ -84,6 +85,14 @@ def _find_missing_reductions(program: Program, sharded: set[int | None]) -> Iter
                 f"add {stage}REDUCE_GRAD after it",
                 *(last or ()),
             )
+
+
+def _is_trained(program: Program, stage: int) -> bool:
+    microbatches = program.table.topology.microbatches_of(stage, program.table.num_microbatches)
+    return any(
+        program.maker_of((WEIGHT_GRADIENT, stage, microbatch, None)) != NOWHERE
+        for microbatch in microbatches
+    )
 
 
 def _last_computation(program: Program, stage: int) -> Place | None:

@@ -10,20 +10,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.dependencies import (
     RULES,
     Dependencies,
-    Role,
     find_malformed,
+    is_communication,
     is_compute,
     simple_actions,
 )
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.report import Place, Violation
+
+#: More microbatches times stages than this are checked only where there are actions for them.
+MOST_PRODUCTS = 4_000_000
 
 
 class SoundRows(NamedTuple):
@@ -35,6 +39,7 @@ class SoundRows(NamedTuple):
     positions: tuple[tuple[int, ...] | None, ...]
     #: The placement, with an entry for every stage of the topology.
     placement: Placement
+    num_microbatches: int
     has_communication: bool
     #: Ranks that hold stages and have no actions at all: what they miss is said once.
     absent_ranks: frozenset[int]
@@ -56,14 +61,31 @@ class _Sorter:
         self.placement = Placement(
             known + (None,) * (num_stages - len(known)), schedule.placement.num_ranks
         )
+        self.num_microbatches = self.find_num_microbatches()
         self.table = Dependencies(
-            self.topology, self.placement, num_microbatches=schedule.num_microbatches
+            self.topology, self.placement, num_microbatches=self.num_microbatches
         )
-        #: (kind, stage, peer) → (microbatches it may have, rank it belongs to). Most actions are
-        #: accepted by one look in here.
-        self.known: dict[tuple[Kind, int | None, int | None], tuple[range | None, int | None]] = {}
+        #: (kind, stage, peer) → (microbatches it may have, rank of the stage).
+        self.known: dict[
+            tuple[Kind, int | None, int | None], tuple[Sequence[int | None], int | None]
+        ] = {}
+        #: Computations away from the rank of their stage: stage → places.
+        self.strays: dict[int, list[Place]] = {}
         self.first_message: Place | None = None
-        self.has_microbatches = schedule.num_microbatches > 0
+
+    def find_num_microbatches(self) -> int:
+        """The number to check against. One that no machine could list, and that the few actions
+        cannot reach by far, is reported and cut down."""
+        claimed, num_stages = self.schedule.num_microbatches, self.topology.num_stages
+        num_actions = sum(map(len, self.schedule.actions))
+        if claimed * num_stages <= max(MOST_PRODUCTS, 10 * num_actions):
+            return max(claimed, 0)
+        self.report(
+            "TOO_FEW_ACTIONS",
+            f"{num_actions} actions cannot run {claimed} microbatches through {num_stages} stages",
+            "correct the number of microbatches",
+        )
+        return num_actions // num_stages + 1
 
     def sort(self) -> SoundRows:
         schedule = self.schedule
@@ -71,30 +93,30 @@ class _Sorter:
         self.check_shape()
         rows: list[tuple[Action, ...]] = []
         positions: list[tuple[int, ...] | None] = []
-        #: Computations away from their rank: stage → places.
-        strays: dict[int, list[Place]] = {}
-        at_home: set[int | None] = set()
-        for rank, row in enumerate(schedule.actions):
-            if rank >= num_ranks:
-                continue
-            kept: list[int] = []
+        known = self.known
+        for rank, row in enumerate(schedule.actions[:num_ranks]):
+            refused: set[int] = set()
             for position, action in enumerate(row):
-                ranks = self.accept(rank, position, action)
-                if ranks is None:
-                    continue
-                kept.append(position)
-                if ranks != (rank,):
-                    self.report_strays(rank, position, action, strays)
-                elif is_compute(action):
-                    at_home.update(part[1] for part in simple_actions(action))
-            whole = len(kept) == len(row)
-            rows.append(tuple(row) if whole else tuple(row[position] for position in kept))
-            positions.append(None if whole else tuple(kept))
+                # Nearly every action is like one that was looked at before, but for its microbatch.
+                try:
+                    if type(action) is Action and not action[3]:
+                        verdict = known.get((action[0], action[1], action[4]))
+                        if verdict is not None and verdict[1] == rank and action[2] in verdict[0]:
+                            continue
+                except TypeError:
+                    pass  # it holds what cannot even be hashed
+                if not self.look_at(rank, position, action):
+                    refused.add(position)
+            if refused:
+                kept = tuple(position for position in range(len(row)) if position not in refused)
+                rows.append(tuple(row[position] for position in kept))
+                positions.append(kept)
+            else:
+                rows.append(tuple(row))
+                positions.append(None)
         rows += [()] * (num_ranks - len(rows))
         positions += [None] * (num_ranks - len(positions))
-        for stage, places in strays.items():
-            if stage in at_home:
-                self.report_two_ranks(stage, places)
+        self.report_two_ranks(rows)
         if self.first_message is not None and not schedule.has_communication:
             self.report(
                 "UNDECLARED_COMMUNICATION",
@@ -122,6 +144,7 @@ class _Sorter:
             tuple(rows),
             tuple(positions),
             self.placement,
+            self.num_microbatches,
             schedule.has_communication or self.first_message is not None,
             absent,
             self.violations,
@@ -131,7 +154,7 @@ class _Sorter:
         """What is wrong before any action is looked at."""
         schedule, num_stages = self.schedule, self.topology.num_stages
         num_ranks = self.placement.num_ranks
-        if not self.has_microbatches:
+        if schedule.num_microbatches < 1:
             self.report(
                 "NO_MICROBATCHES",
                 f"the schedule has {schedule.num_microbatches} microbatches, so it trains nothing",
@@ -165,35 +188,32 @@ class _Sorter:
                 )
             )
 
-    def accept(self, rank: int, position: int, action: Action) -> tuple[int | None, ...] | None:
-        """The ranks that an action and its parts belong to, or ``None`` after reporting that the
-        action makes no sense."""
-        if type(action) is Action and not action[3]:
-            verdict = self.known.get((action[0], action[1], action[4]))
-            if verdict is not None:
-                microbatches, home = verdict
-                if (action[2] in microbatches) if microbatches is not None else action[2] is None:
-                    return (home,)
+    def look_at(self, rank: int, position: int, action: Action) -> bool:
+        """Report what is wrong with an action; false if it makes no sense at all."""
+        place = Place(rank, position, action)
         problem = self.find_problem(action)
         if problem is not None:
-            code, why, hint = problem
-            place = Place(rank, position, action)
             # Without microbatches every action is unknown; that was said once.
-            if code != "UNKNOWN_MICROBATCH" or self.has_microbatches:
-                self.report(code, why, hint, place)
-            return None
-        homes = tuple(self.remember(part) for part in action.parts or (action,))
-        if RULES[action.kind].role in (Role.SEND, Role.RECEIVE):
-            self.first_message = self.first_message or Place(rank, position, action)
-        return homes if len(set(homes)) > 1 else homes[:1]
+            if problem[0] != "UNKNOWN_MICROBATCH" or self.num_microbatches:
+                self.report(*problem, place)
+            return False
+        for part in simple_actions(action):
+            home = self.remember(part)
+            if home != rank:
+                self.report_stray(part, home, place)
+        if is_communication(action):
+            self.first_message = self.first_message or place
+        return True
 
     def remember(self, action: Action) -> int | None:
-        """Note for the next microbatch that this kind of action is right at this stage."""
-        assert action.stage is not None
-        microbatches = self.topology.microbatches_of(action.stage, self.schedule.num_microbatches)
-        home = self.placement.ranks[action.stage]
-        self.known[action.kind, action.stage, action.peer] = (
-            microbatches if RULES[action.kind].has_microbatch else None,
+        """Note for the next microbatch that this kind of action is right at this stage, and where.
+        The home of the stage."""
+        _, stage, _, _, peer = action
+        assert stage is not None
+        microbatches = self.topology.microbatches_of(stage, self.num_microbatches)
+        home = self.placement.ranks[stage]
+        self.known[action.kind, stage, peer] = (
+            microbatches if RULES[action.kind].has_microbatch else (None,),
             home,
         )
         return home
@@ -213,14 +233,14 @@ class _Sorter:
                 malformed,
                 "write it as in the table of the schedule language, for example 2F0 or 1SEND_F0",
             )
-        for part in action.parts or (action,):
+        for part in simple_actions(action):
             problem = self.find_problem_of_shape(part)
             if problem is not None:
                 return problem
         return None
 
     def find_problem_of_shape(self, action: Action) -> tuple[str, str, str] | None:
-        topology, num_microbatches = self.topology, self.schedule.num_microbatches
+        topology, num_microbatches = self.topology, self.num_microbatches
         _, stage, microbatch, _, peer = action
         assert stage is not None
         if stage >= topology.num_stages:
@@ -246,7 +266,7 @@ class _Sorter:
                 why,
                 "correct the number, or make the schedule for more microbatches",
             )
-        if RULES[action.kind].role in (Role.SEND, Role.RECEIVE):
+        if is_communication(action):
             return self.find_problem_of_edge(action, stage, peer)
         return None
 
@@ -284,46 +304,42 @@ class _Sorter:
             )
         return None
 
-    def report_strays(
-        self,
-        rank: int,
-        position: int,
-        action: Action,
-        strays: dict[int, list[Place]],
-    ) -> None:
-        place = Place(rank, position, action)
-        for part in action.parts or (action,):
-            assert part.stage is not None
-            home = self.placement.ranks[part.stage]
-            if home == rank:
-                continue
-            if is_compute(part):
-                strays.setdefault(part.stage, []).append(place)
-            where = "no rank" if home is None else f"rank {home}"
-            self.report(
-                "WRONG_RANK",
-                f"stage {part.stage} is on {where}, not on rank {rank}",
-                f"move the action to {where}, or place the stage on rank {rank}"
-                if home is not None
-                else f"place the stage on rank {rank}",
-                place,
-            )
-
-    def report_two_ranks(self, stage: int, places: list[Place]) -> None:
-        home = self.placement.ranks[stage]
-        others = sorted({place.rank for place in places})
-        self.violations.append(
-            Violation(
-                "STAGE_ON_TWO_RANKS",
-                f"stage {stage} is on rank {home}, and rank "
-                f"{' and '.join(map(str, others))} computes it too",
-                "keep all actions of a stage on one rank: its parameters are nowhere else",
-                places[0].rank,
-                places[0].position,
-                places[0].action,
-                tuple(places[1:]),
-            )
+    def report_stray(self, part: Action, home: int | None, place: Place) -> None:
+        where = "no rank" if home is None else f"rank {home}"
+        hint = f"place the stage on rank {place.rank}"
+        self.report(
+            "WRONG_RANK",
+            f"stage {part.stage} is on {where}, not on rank {place.rank}",
+            hint if home is None else f"move the action to {where}, or {hint}",
+            place,
         )
+        if is_compute(part):
+            assert part.stage is not None
+            self.strays.setdefault(part.stage, []).append(place)
+
+    def report_two_ranks(self, rows: list[tuple[Action, ...]]) -> None:
+        """Of the stages with computations away from home: those that have some at home too."""
+        at_home = {
+            part.stage
+            for rank, row in enumerate(rows if self.strays else ())
+            for action in row
+            if is_compute(action)
+            for part in simple_actions(action)
+            if part.stage in self.strays and self.placement.ranks[part.stage] == rank
+        }
+        for stage, places in self.strays.items():
+            if stage in at_home:
+                others = " and ".join(map(str, sorted({place.rank for place in places})))
+                self.violations.append(
+                    Violation(
+                        "STAGE_ON_TWO_RANKS",
+                        f"stage {stage} is on rank {self.placement.ranks[stage]}, and rank "
+                        f"{others} computes it too",
+                        "keep all actions of a stage on one rank: its parameters are nowhere else",
+                        *places[0],
+                        related=tuple(places[1:]),
+                    )
+                )
 
     def report(self, code: str, why: str, hint: str, place: Place | None = None) -> None:
         self.violations.append(Violation(code, why, hint, *(place or ())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
@@ -10,7 +10,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.channels import check_channels
 from pipeloom.verify.completeness import check_completeness
 from pipeloom.verify.deadlock import Channel, Sends, check_deadlock, check_model
-from pipeloom.verify.memory_limit import check_memory, limit_per_rank
+from pipeloom.verify.memory_limit import MemoryLimit, check_memory, limit_per_rank
 from pipeloom.verify.ordering import check_order
 from pipeloom.verify.program import Program
 from pipeloom.verify.report import Report, Violation
@@ -27,13 +27,14 @@ def verify(
     sends: Sends = "rendezvous",
     channel: Channel = "edge",
     costs: CostModel | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: MemoryLimit | None = None,
 ) -> Report:
     """Prove a schedule right, or collect everything that is wrong with it.
 
     A program with communication is proved free of deadlock under the model (``sends``,
     ``channel``), explained in :mod:`pipeloom.verify.deadlock`; a compute-only schedule under
-    messages that are buffered. ``memory``, one limit or one per rank, needs ``costs``.
+    messages that are buffered. ``memory``, one limit or one per rank, as a number or as
+    ``"40GiB"``, needs ``costs``.
 
     >>> from pipeloom.ir.notation import parse_grid
     >>> report = verify(parse_grid("0F0 0B0 \\n 1B0 1F0", name="tiny"))
@@ -50,9 +51,11 @@ def verify(
     checked: soundness, completeness, order, channels, sharding, deadlock
     """
     check_model(sends, channel)
-    if memory is not None and costs is None:
-        raise ScheduleError("a memory limit needs costs: verify(..., costs=..., memory=...)")
-    limits = None if memory is None else limit_per_rank(memory, schedule.num_ranks)
+    limits = None
+    if memory is not None:
+        if costs is None:
+            raise ScheduleError("a memory limit needs costs: verify(..., costs=..., memory=...)")
+        limits = limit_per_rank(memory, schedule.num_ranks, costs.memory_unit)
     program = Program(schedule)
     violations = list(program.sound.violations)
     violations += check_completeness(program)
