@@ -27,7 +27,7 @@ from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.walk import Edge
 
-__all__ = ["Pending", "Product", "add_weight_gradients", "weight_gradients"]
+__all__ = ["Pending", "Product", "add_early", "add_weight_gradients", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -38,6 +38,10 @@ class Product:
     grad: Tensor
     operands: Operands
     versions: tuple[int, ...]
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps alive."""
+        return [self.grad, *(x for x in self.operands if isinstance(x, Tensor))]
 
     def changed(self) -> bool:
         """Whether someone overwrote an operand since F."""
@@ -54,6 +58,7 @@ class Pending:
     gradients: list[tuple[Edge, Tensor]] = field(default_factory=list)
     reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)
     boxed: list[Tensor] = field(default_factory=list)
+    passed: dict[int, Tensor] = field(default_factory=dict)  # parameters added to in place
 
     def edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self.nodes[edge[0]], edge[1])
@@ -62,7 +67,7 @@ class Pending:
         """Every tensor that is held."""
         held = [grad for _, grad in self.gradients] + list(self.boxed)
         for product in self.products:
-            held += [product.grad, *(x for x in product.operands if isinstance(x, Tensor))]
+            held += product.tensors()
         for _, _, grads in self.reruns:
             held += grads
         return held
@@ -89,7 +94,7 @@ def add_weight_gradients(pending: Pending) -> None:
     """Add everything that is pending to ``.grad``; empties ``pending`` as it goes."""
     plan = pending.plan
     roots: dict[int, list[tuple[Edge, Tensor]]] = {}
-    arrived: dict[int, Tensor] = {}
+    arrived = pending.passed
     targets = {leaf: _target(pending.nodes[leaf].variable) for leaf in plan.in_place}
 
     def send(edge: Edge, grad: Tensor) -> None:
@@ -124,6 +129,22 @@ def add_weight_gradients(pending: Pending) -> None:
         with torch.enable_grad():
             passed = _Pass.apply(*arrived.values())
         torch.autograd.backward(passed, torch.empty(()))
+
+
+def add_early(pending: Pending, nodes: frozenset[int]) -> None:
+    """Add the products of some nodes now, where nobody listens to their parameters."""
+    if not nodes:
+        return
+    staying: list[Product] = []
+    for product in pending.products:
+        leaf = product.use.leaf if product.use.leaf in pending.plan.in_place else None
+        parameter = None if leaf is None else _target(pending.nodes[leaf].variable)
+        if product.use.node in nodes and parameter is not None and _fits(parameter, product.grad):
+            _add_product(parameter, product)
+            pending.passed[id(parameter)] = parameter
+        else:
+            staying.append(product)
+    pending.products = staying
 
 
 def weight_gradients(pending: Pending) -> dict[int, Tensor]:

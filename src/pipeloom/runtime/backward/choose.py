@@ -27,6 +27,7 @@ def choose_method(
     self_check: str = "structural",
     strict: bool = False,
     accumulate_fp32: bool = False,
+    hold_at_most: float | None = 0.9,
     stage: int | None = None,
 ) -> BackwardMethod:
     """The backward of one stage.
@@ -44,6 +45,10 @@ def choose_method(
         Raise, instead of warning, where a backward cannot be split as asked.
     ``accumulate_fp32``
         Keep ``.grad`` of half-precision parameters in float32.
+    ``hold_at_most``
+        The share of what F kept that may stay between I and W. Where weight products hold more,
+        those that hold most for their work are computed at the end of I, into ``.grad``, if that
+        moves no more than an eighth of the work; ``None`` defers them all.
 
     >>> choose_method(torch.nn.Linear(2, 2), method="later")
     Traceback (most recent call last):
@@ -69,7 +74,14 @@ def choose_method(
     if method == "whole":
         return WholeBackward(stage=stage, reason="asked for")
     check_compiled(module, method)
-    return SplitBackward(module, method=method, self_check=self_check, strict=strict, stage=stage)
+    return SplitBackward(
+        module,
+        method=method,
+        self_check=self_check,
+        strict=strict,
+        hold_at_most=hold_at_most,
+        stage=stage,
+    )
 
 
 def check_compiled(module: nn.Module, method: str) -> None:

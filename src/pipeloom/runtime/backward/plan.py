@@ -280,7 +280,7 @@ def make_plan(
         group[edge[0]]
         for edge in in_input
         for other in entries
-        if other != edge and group[other[0]] == group[edge[0]] and edge[0] in reached[other]
+        if other[0] != edge[0] and edge[0] in reached[other]
     }
     wanted: list[Edge] = []
     kept_entries: dict[Edge, list[tuple[int, int]]] = {}

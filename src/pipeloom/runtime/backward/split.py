@@ -22,11 +22,13 @@ from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward.accumulate import (
     Pending,
     Product,
+    add_early,
     add_weight_gradients,
     versions_of,
     weight_gradients,
 )
 from pipeloom.runtime.backward.boxes import Boxes
+from pipeloom.runtime.backward.budget import bytes_of, bytes_saved, nodes_computed_early
 from pipeloom.runtime.backward.checkpointing import linear_owners, noted_inputs
 from pipeloom.runtime.backward.decide import Decision, decide, learnable_layers
 from pipeloom.runtime.backward.method import (
@@ -52,9 +54,17 @@ class SplitBackward:
     """I and W of one stage; plans per shape of graph, remembered across microbatches."""
 
     def __init__(
-        self, module: nn.Module, *, method: str, self_check: str, strict: bool, stage: int | None
+        self,
+        module: nn.Module,
+        *,
+        method: str,
+        self_check: str,
+        strict: bool,
+        hold_at_most: float | None,
+        stage: int | None,
     ) -> None:
         self.module = module
+        self.hold_at_most = hold_at_most
         self.method = method
         self.self_check = self_check
         self.strict = strict
@@ -62,7 +72,8 @@ class SplitBackward:
         self.choice: Choice | None = None
         self._decisions: dict[tuple[GraphShape, bool], Decision] = {}
         self._linears: dict[GraphShape, frozenset[int]] = {}
-        self._checked: set[int] = set()
+        self._checked: set[Decision] = set()
+        self._early: dict[Decision, frozenset[int]] = {}
         self._boxes: Boxes | None = None
         self._wants_boxes = method == "graph"
 
@@ -107,13 +118,13 @@ class SplitBackward:
             return run_full(saved, output_grads)
         inputs = saved.inputs
         saved.release_graph()
-        check = self.self_check == "numeric" and id(decision) not in self._checked
-        if not check:
-            gradients, saved.pending = self._run(
-                graph, decision, inputs, grads, boxes, saved.microbatch
-            )
+        if self.self_check != "numeric" or decision in self._checked:
+            limit = self._limit(graph, decision)
+            gradients, pending = self._run(graph, decision, inputs, grads, boxes, saved.microbatch)
+            add_early(pending, self._choose_early(decision, pending, limit))
+            saved.pending = pending
             return gradients
-        self._checked.add(id(decision))
+        self._checked.add(decision)
         reference = self._reference(graph, decision.plan, inputs, grads)
         gradients, pending = self._run(graph, decision, inputs, grads, boxes, saved.microbatch)
         saved.pending = self._compare(
@@ -142,15 +153,34 @@ class SplitBackward:
     def held_bytes(self, saved: SavedMicrobatch) -> int:
         if not isinstance(saved.pending, Pending):
             return 0
-        weights = {
+        return bytes_of(saved.pending.tensors(), excluded=self._weight_storages())
+
+    def _weight_storages(self) -> set[int]:
+        return {
             tensor.untyped_storage().data_ptr()
             for tensor in (*self.module.parameters(), *self.module.buffers())
         }
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for storage in (tensor.untyped_storage() for tensor in saved.pending.tensors())
-        }
-        return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+    def _limit(self, graph: Graph, decision: Decision) -> float | None:
+        """Bytes to keep at most between I and W, asked for once per shape of graph."""
+        if self.hold_at_most is None or decision in self._early:
+            return None
+        return self.hold_at_most * bytes_saved(graph, excluded=self._weight_storages())
+
+    def _choose_early(
+        self, decision: Decision, pending: Pending, limit: float | None
+    ) -> frozenset[int]:
+        if decision not in self._early:
+            products = set(map(id, (t for p in pending.products for t in p.tensors())))
+            others = [tensor for tensor in pending.tensors() if id(tensor) not in products]
+            self._early[decision] = (
+                nodes_computed_early(
+                    pending.products, others, limit=limit, excluded=self._weight_storages()
+                )
+                if limit
+                else frozenset()
+            )
+        return self._early[decision]
 
     # ── deciding ─────────────────────────────────────────────────────────────────────────────────
 
@@ -169,11 +199,13 @@ class SplitBackward:
         )
         if decision.uncovered:
             self._report(decision, microbatch)
-        if self.choice is None or self.choice.method == "whole":
+        if self.choice is None or len(decision.choice.deferred) > len(self.choice.deferred):
             self.choice = decision.choice
         self._wants_boxes = self._wants_boxes or decision.wants_boxes
         if len(self._decisions) >= MOST_PLANS:
             self._decisions.clear()
+            self._early.clear()
+            self._checked.clear()
         self._decisions[key] = decision
         return decision
 

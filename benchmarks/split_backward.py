@@ -1,0 +1,256 @@
+"""What splitting a stage's backward costs, in time and in memory, beside torch's own functions.
+
+Each row is one transformer stage and one microbatch. ``F+B`` is plain autograd; ``F+I+W`` is run by
+``pipeloom`` (method ``auto``) and by ``stage_backward_input`` and ``stage_backward_weight`` of
+``torch.distributed.pipelining``, alternating in one process, so that the ratios hold whatever else
+the machine does. Times are medians. Memory is what is alive beyond the weights and their gradients:
+after F, and between I and W (on CUDA by the allocator, on CPU by counting what the graph and the
+kept state hold).
+
+    python benchmarks/split_backward.py [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from pipeloom.runtime.backward import choose_method
+
+
+class Block(nn.Module):
+    """A transformer block as most models have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        split = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1)
+        q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+@dataclass
+class Case:
+    """One stage."""
+
+    layers: int
+    width: int
+    tokens: int
+
+
+CUDA_CASES = [Case(4, 4096, 2048), Case(8, 1024, 1024), Case(4, 512, 256)]
+CPU_CASES = [Case(2, 512, 256), Case(8, 256, 128), Case(4, 128, 32)]
+
+
+@dataclass
+class Row:
+    """Milliseconds and MB of one case."""
+
+    stage: str
+    full: float
+    ours: float
+    torch: float
+    held_after_forward: float
+    held_ours: float
+    held_torch: float
+
+
+class Holder:
+    """A saved tensor that can be watched."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Bench:
+    """One case: three ways to run one microbatch."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(0)
+        blocks = [Block(case.width) for _ in range(case.layers)]
+        self.module = nn.Sequential(*blocks).to(device=device, dtype=dtype)
+        shape = (1, case.tokens, case.width)
+        self.x = torch.randn(shape, device=device, dtype=dtype)
+        self.grad = torch.randn_like(self.x)
+        self.method = choose_method(self.module, stage=0)
+        self.ways: dict[str, Callable[[Callable[[Any], None]], None]] = {
+            "full": self.run_full,
+            "ours": self.run_ours,
+            "torch": self.run_torch,
+        }
+
+    def run_full(self, between: Callable[[Any], None]) -> None:
+        x = self.x.clone().requires_grad_()
+        y = self.module(x)
+        between(y)
+        y.backward(self.grad)
+
+    def run_ours(self, between: Callable[[Any], None]) -> None:
+        x = self.x.clone().requires_grad_()
+        with self.method.forward():
+            y = self.module(x)
+        saved = self.method.save(microbatch=0, inputs=[x], outputs=[y])
+        del x, y
+        self.method.input(saved, [self.grad])
+        between(saved)
+        self.method.weight(saved)
+
+    def run_torch(self, between: Callable[[Any], None]) -> None:
+        x = self.x.clone().requires_grad_()
+        y = self.module(x)
+        _, groups = stage_backward_input([y], [self.grad], [x], self.module.parameters())
+        del x, y
+        between(groups)
+        stage_backward_weight(self.module.parameters(), groups)
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def time(self, rounds: int) -> dict[str, float]:
+        """Median milliseconds of each way, run in turn."""
+        seconds: dict[str, list[float]] = {name: [] for name in self.ways}
+        names = list(self.ways)
+        for turn in range(rounds + 2):
+            for name in names if turn % 2 else reversed(names):
+                self.synchronize()
+                start = time.perf_counter()
+                self.ways[name](lambda kept: None)
+                self.synchronize()
+                if turn >= 2:  # the first two warm up
+                    seconds[name].append(time.perf_counter() - start)
+        return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+
+    def memory(self, name: str) -> float:
+        """MB alive in the middle of one way, beyond weights and their gradients."""
+        return (self._on_cuda if self.device == "cuda" else self._on_cpu)(name) / 1e6
+
+    def _on_cuda(self, name: str) -> float:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        found: list[float] = []
+        self.ways[name](lambda kept: found.append(torch.cuda.memory_allocated() - before))
+        return found[0]
+
+    def _on_cpu(self, name: str) -> float:
+        holders: list[weakref.ref[Holder]] = []
+
+        def pack(tensor: Tensor) -> Holder:
+            holder = Holder(tensor)
+            holders.append(weakref.ref(holder))
+            return holder
+
+        weights = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        found: list[float] = []
+
+        def count(kept: Any) -> None:
+            gc.collect()
+            alive = [h.tensor for h in (ref() for ref in holders) if h is not None]
+            storages = {
+                storage.data_ptr(): storage.nbytes()
+                for storage in (t.untyped_storage() for t in (*alive, *tensors_in(kept)))
+            }
+            found.append(sum(size for key, size in storages.items() if key not in weights))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+            self.ways[name](count)
+        return found[0]
+
+
+def tensors_in(kept: Any) -> list[Tensor]:
+    """The tensors in what a way keeps."""
+    if isinstance(kept, Tensor):
+        return [kept]
+    if hasattr(kept, "pending"):
+        return list(kept.pending.tensors())
+    if isinstance(kept, dict):
+        return [t for value in kept.values() for t in tensors_in(value)]
+    if isinstance(kept, (list, tuple)):
+        return [t for value in kept for t in tensors_in(value)]
+    return []
+
+
+def measure(case: Case, device: str, rounds: int) -> Row:
+    """One row of the table."""
+    bench = Bench(case, device)
+    times = bench.time(rounds)
+    held = {name: bench.memory(name) for name in bench.ways}
+    stage = f"{case.layers} layers, d {case.width}, {case.tokens} tokens"
+    return Row(
+        stage, times["full"], times["ours"], times["torch"], *(held[name] for name in bench.ways)
+    )
+
+
+def show(rows: list[Row], title: str) -> None:
+    """Print the table."""
+    print(f"\n{title}")
+    print(
+        f"{'stage':28}{'F+B ms':>9}{'F+I+W':>9}{'ratio':>7}{'torch':>9}{'ratio':>7}"
+        f"{'held F MB':>11}{'I to W':>9}{'/F':>6}{'torch':>9}{'/torch':>8}"
+    )
+    for row in rows:
+        print(
+            f"{row.stage:28}{row.full:9.2f}{row.ours:9.2f}{row.ours / row.full:7.2f}"
+            f"{row.torch:9.2f}{row.torch / row.full:7.2f}{row.held_after_forward:11.2f}"
+            f"{row.held_ours:9.2f}{row.held_ours / row.held_after_forward:6.2f}"
+            f"{row.held_torch:9.2f}{row.held_ours / row.held_torch:8.2f}"
+        )
+
+
+def main() -> None:
+    """Measure on the CPU, and on CUDA where there is a device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each way")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args()
+    tables = [("cpu", CPU_CASES)]
+    if torch.cuda.is_available():
+        tables.append(("cuda", CUDA_CASES))
+    results = {
+        device: [measure(case, device, options.rounds) for case in cases]
+        for device, cases in tables
+    }
+    if options.json:
+        print(
+            json.dumps({device: [asdict(row) for row in rows] for device, rows in results.items()})
+        )
+        return
+    for device, rows in results.items():
+        name = (
+            torch.cuda.get_device_name()
+            if device == "cuda"
+            else f"{torch.get_num_threads()} threads"
+        )
+        show(rows, f"split backward, {device} ({name}), torch {torch.__version__}")
+    if not torch.cuda.is_available():
+        print("\nno CUDA device: the CUDA table is not measured here")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Keeping less between I and W than F kept.
+
+A deferred product keeps its operand and the gradient of its result, which can be more than F kept
+for it. The products that hold most for their work are then computed right after I, into ``.grad``::
+
+    held      x·W₁ ████████   x·W₂ ████████   x·W₃ ██████        limit ──┐
+    work           ░░░░░░░░        ░░░░░░░░        ░░  ◄── at I          ▼
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime.backward.accumulate import Product
+from pipeloom.runtime.backward.walk import Graph
+
+__all__ = ["bytes_of", "bytes_saved", "nodes_computed_early"]
+
+# The most of the weight work that may move from W to I for the sake of memory.
+MOST_WORK = 1 / 8
+
+
+def bytes_of(tensors: Iterable[Tensor], *, excluded: Iterable[int] = ()) -> int:
+    """Bytes of the tensors' storages, each once, without those whose addresses are excluded."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (
+            tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided
+        )
+    }
+    return sum(size for address, size in storages.items() if address not in set(excluded))
+
+
+def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:
+    """What the graph of a forward keeps alive; 0 where hooks keep it in a way of their own."""
+    tensors: list[Tensor] = []
+    for node in graph.nodes:
+        for name in dir(type(node)):
+            if name.startswith("_raw_saved_"):
+                if getattr(getattr(node, name), "unpack_hook", None) is not None:
+                    return 0
+                found = getattr(node, name.replace("_raw", "", 1), None)
+                many = found if isinstance(found, (list, tuple)) else (found,)
+                tensors += [one for one in many if isinstance(one, Tensor)]
+    return bytes_of(tensors, excluded=excluded)
+
+
+def nodes_computed_early(
+    products: Sequence[Product], others: Sequence[Tensor], *, limit: float, excluded: Iterable[int]
+) -> frozenset[int]:
+    """Whose products to compute right after I so that at most ``limit`` bytes are held until W.
+
+    Empty where that is so already, or where it would take more than a small part of the work.
+    """
+    excluded = frozenset(excluded)
+    by_node: dict[int, list[Product]] = {}
+    for product in products:
+        by_node.setdefault(product.use.node, []).append(product)
+    work = {node: sum(map(_work, uses)) for node, uses in by_node.items()}
+
+    def held(nodes: Iterable[int]) -> int:
+        kept = [tensor for node in nodes for p in by_node[node] for tensor in p.tensors()]
+        return bytes_of([*kept, *others], excluded=excluded)
+
+    staying = set(by_node)
+    early: set[int] = set()
+    cheapest_first = sorted(by_node, key=lambda node: work[node] / max(held([node]), 1))
+    for node in cheapest_first:
+        if held(staying) <= limit:
+            return frozenset(early)
+        staying.discard(node)
+        early.add(node)
+        if sum(work[moved] for moved in early) > MOST_WORK * sum(work.values()):
+            return frozenset()
+    return frozenset()
+
+
+def _work(product: Product) -> int:
+    """About how many multiplications: each entry of the gradient meets a row of the operand."""
+    sizes = [x.numel() for x in product.operands if isinstance(x, Tensor)]
+    if not sizes or product.use.recipe.partner is None:
+        return product.grad.numel()
+    rows = max(1, product.grad.numel() // max(1, product.grad.shape[-1]))
+    return product.grad.numel() * max(1, sizes[0] // rows)

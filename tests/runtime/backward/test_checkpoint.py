@@ -1,0 +1,117 @@
+"""Checkpointed stages: recomputed once, by I; and what happens where that cannot be arranged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeloom.errors import BackwardError
+from pipeloom.runtime.backward import choose_method
+from tests.runtime.backward.harness import (
+    accumulate,
+    assert_same_inputs,
+    assert_same_parameters,
+    run_forward,
+    run_split,
+)
+from tests.runtime.backward.zoo import DTYPE, WIDTH, Checkpointed, build, feed
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("method", ["auto", "deferred", "graph", "whole"])
+def test_every_block_is_recomputed_once(method: str) -> None:
+    module = build("checkpointed")
+    assert isinstance(module, Checkpointed)
+    batches = [feed("checkpointed") for _ in range(4)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module, method=method)
+    for index, inputs in enumerate(batches):
+        module.num_runs = 0
+        saved = run_forward(backward, module, inputs, index)
+        assert module.num_runs == 2
+        backward.input(saved, truth.output_grads[index])
+        assert module.num_runs == 4
+        backward.weight(saved)
+        assert module.num_runs == 4
+    assert_same_parameters(module, truth.module)
+
+
+def test_layers_inside_checkpoints_are_deferred_from_the_second_microbatch_on() -> None:
+    module = build("checkpointed")
+    batches = [feed("checkpointed") for _ in range(2)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    seen = []
+    for index, inputs in enumerate(batches):
+        saved = run_forward(backward, module, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        seen.append(set(backward.choice.deferred))
+        backward.weight(saved)
+    assert seen[0] == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    # biases and weights of both blocks' four linear layers (one has no bias)
+    assert len(seen[1] - seen[0]) == 14
+
+
+class SharedInside(nn.Module):
+    """A checkpointed block that uses one layer twice, and a weight without its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.bare, self.plain = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def block(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        return self.plain(F.linear(x, self.bare.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("self_check", ["structural", "numeric"])
+def test_what_cannot_be_told_apart_inside_a_checkpoint_comes_out_of_input(self_check: str) -> None:
+    torch.manual_seed(0)
+    module = SharedInside().to(DTYPE)
+    batches = [feed("mlp") for _ in range(4)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module, self_check=self_check)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert set(backward.choice.deferred) == {"plain.weight", "plain.bias"}
+
+
+class Changing(nn.Module):
+    """Runs its checkpointed layer as a module or, later, as a bare function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.bare = False
+
+    def block(self, x: Tensor) -> Tensor:
+        if self.bare:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+        return self.layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint(self.block, x, use_reentrant=False))
+
+
+def test_a_recomputation_that_changes_is_an_error_that_names_the_place() -> None:
+    module = Changing().to(DTYPE)
+    backward = choose_method(module, stage=5)
+    for index in range(3):
+        module.bare = index == 2
+        [x] = feed("mlp")
+        y = module(x)
+        saved = backward.save(microbatch=index, inputs=[x], outputs=[y])
+        if index == 2:
+            with pytest.raises(BackwardError, match=r"stage 5, microbatch 2: .*layer\.weight"):
+                backward.input(saved, [torch.ones_like(y)])
+        else:
+            backward.input(saved, [torch.ones_like(y)])
+            backward.weight(saved)

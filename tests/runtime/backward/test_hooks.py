@@ -1,0 +1,176 @@
+"""Hooks on parameters fire as in a plain backward: once per microbatch, with its whole gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from pipeloom.runtime.backward import choose_method
+from tests.runtime.backward.harness import (
+    accumulate,
+    assert_same_parameters,
+    run_forward,
+    run_split,
+)
+from tests.runtime.backward.zoo import build, feed
+
+torch.set_num_threads(1)
+
+STAGES = [
+    "mlp",
+    "transformer",
+    "reused",
+    "shared subgraph",
+    "merged lora",
+    "first stage",
+    "experts",
+]
+Event = tuple[str, str, Tensor]
+
+
+def listen(module: nn.Module) -> tuple[list[Event], list[Any]]:
+    """Note every hook of every parameter; the nodes are kept since their hooks live with them."""
+    events: list[Event] = []
+    nodes = []
+    for name, parameter in module.named_parameters():
+
+        def tensor_hook(grad: Tensor, name: str = name) -> Tensor:
+            events.append(("tensor", name, grad.clone()))
+            return grad * 2  # what a hook returns is what counts
+
+        def post_hook(parameter: Tensor, name: str = name) -> None:
+            events.append(("post", name, parameter.grad.clone()))
+
+        parameter.register_hook(tensor_hook)
+        parameter.register_post_accumulate_grad_hook(post_hook)
+        nodes.append(get_gradient_edge(parameter).node)
+    return events, nodes
+
+
+@pytest.mark.parametrize("method", ["auto", "graph", "whole"])
+@pytest.mark.parametrize("self_check", ["structural", "numeric"])
+@pytest.mark.parametrize("name", STAGES)
+def test_hooks_see_what_a_plain_backward_shows(name: str, self_check: str, method: str) -> None:
+    torch.manual_seed(0)
+    batches = [feed(name) for _ in range(3)]
+    plain, split = build(name), build(name)
+    truth_events, _nodes = listen(plain)
+    events, _more_nodes = listen(split)
+    torch.manual_seed(1)
+    output_grads = []
+    for inputs in batches:
+        outputs = plain(*[x.detach().requires_grad_(x.requires_grad) for x in inputs])
+        output_grads.append([torch.randn_like(outputs)])
+        outputs.backward(output_grads[-1][0])
+
+    backward = choose_method(split, method=method, self_check=self_check)
+    saved = [run_forward(backward, split, x, i) for i, x in enumerate(batches)]
+    for index, one in enumerate(saved):
+        backward.input(one, output_grads[index])
+    if method != "whole":
+        assert not events, "hooks fired at I"
+    for one in saved:
+        backward.weight(one)
+
+    def by_parameter(found: list[Event]) -> dict[tuple[str, str], list[Tensor]]:
+        grouped: dict[tuple[str, str], list[Tensor]] = {}
+        for kind, parameter, value in found:
+            grouped.setdefault((kind, parameter), []).append(value)
+        return grouped
+
+    mine, theirs = by_parameter(events), by_parameter(truth_events)
+    assert mine.keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert len(mine[key]) == len(values) == 3, key
+        for a, b in zip(mine[key], values, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    for a, b in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_those_who_listen_at_accumulation_hear_of_gradients_added_in_place(name: str) -> None:
+    """Gradient reducers hook the place where a parameter's gradient is accumulated."""
+    module = build(name)
+    heard: list[str] = []
+    nodes = []
+    for pname, parameter in module.named_parameters():
+        node = get_gradient_edge(parameter).node
+        node.register_hook(lambda *_, pname=pname: heard.append(pname))
+        nodes.append(node)
+    torch.manual_seed(0)
+    batches = [feed(name) for _ in range(2)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    for index, inputs in enumerate(batches):
+        saved = run_forward(backward, module, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        assert not heard
+        backward.weight(saved)
+        assert sorted(heard) == sorted(name for name, _ in module.named_parameters())
+        heard.clear()
+    assert_same_parameters(module, truth.module)
+
+
+def test_a_gradient_that_was_there_is_added_to_in_its_storage() -> None:
+    module = build("mlp")
+    before = {}
+    for name, parameter in module.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        before[name] = parameter.grad
+    batches = [feed("mlp") for _ in range(2)]
+    truth = accumulate(module, batches)  # the copy has the ones as well
+    run_split(choose_method(module), module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is before[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_can_be_accumulated_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    backward = choose_method(module, accumulate_fp32=True)
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in module.named_parameters()}
+    for index in range(6):
+        x = torch.randn(5, 8, dtype=dtype, requires_grad=True)
+        y = module(x)
+        for (name, p), g in zip(
+            module.named_parameters(),
+            torch.autograd.grad(y.sum(), list(module.parameters()), retain_graph=True),
+            strict=True,
+        ):
+            assert g.dtype == p.dtype
+            sums[name] += g
+        saved = backward.save(microbatch=index, inputs=[x], outputs=[y])
+        backward.input(saved, [torch.ones_like(y)])
+        backward.weight(saved)
+    for name, parameter in module.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, sums[name], rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_keeps_gradients_in_the_parameters_type() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    grads = []
+    for split in (False, True):
+        backward = choose_method(module, method="deferred" if split else "whole")
+        for parameter in module.parameters():
+            parameter.grad = None
+        for index in range(2):
+            with torch.autocast("cpu", torch.bfloat16), backward.forward():
+                y = module(x)
+            saved = backward.save(microbatch=index, inputs=[x], outputs=[y])
+            backward.input(saved, [torch.ones_like(y)])
+            backward.weight(saved)
+        assert backward.choice.method == ("deferred" if split else "whole")
+        grads.append([p.grad for p in module.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
