@@ -36,6 +36,12 @@ from pipeloom.errors import (
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "LocalPipeline": "pipeloom.runtime.pipeline",
+    "Pipeline": "pipeloom.runtime.pipeline",
+    "PreSplit": "pipeloom.runtime.microbatches",
+    "REPLICATE": "pipeloom.runtime.microbatches",
+    "Routed": "pipeloom.runtime.boundary",
+    "StepResult": "pipeloom.runtime.result",
     "Action": "pipeloom.ir.action",
     "Kind": "pipeloom.ir.action",
     "Placement": "pipeloom.ir.placement",
@@ -75,6 +81,10 @@ if TYPE_CHECKING:
     from pipeloom.ir.timeline import Span, Timeline
     from pipeloom.ir.topology import Topology
     from pipeloom.passes.pipeline import PassPipeline, lower
+    from pipeloom.runtime.boundary import Routed
+    from pipeloom.runtime.microbatches import REPLICATE, PreSplit
+    from pipeloom.runtime.pipeline import LocalPipeline, Pipeline
+    from pipeloom.runtime.result import StepResult
     from pipeloom.schedules.registry import build_schedule, list_schedules, register_schedule
     from pipeloom.simulate.analysis import analyse
     from pipeloom.simulate.engine import simulate
@@ -86,15 +96,20 @@ __all__ = [
     "CostFileError",
     "Kind",
     "Link",
+    "LocalPipeline",
     "MissingExtraError",
     "Network",
     "ParseError",
     "PassPipeline",
+    "Pipeline",
     "PipelineStalled",
     "PipeloomError",
     "Placement",
+    "PreSplit",
+    "REPLICATE",
     "RankLost",
     "Report",
+    "Routed",
     "Schedule",
     "ScheduleError",
     "ShapeError",
@@ -102,6 +117,7 @@ __all__ = [
     "StageCosts",
     "StepError",
     "StepFailed",
+    "StepResult",
     "Timeline",
     "Topology",
     "UniformCosts",
@@ -138,7 +154,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")
-    value = getattr(import_module(module), name)
+    try:
+        value = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError("torch", extra="torch", purpose=f"pipeloom.{name}") from None
     globals()[name] = value
     return value
 

@@ -48,7 +48,7 @@ class StepLoss:
 
     def compute(self, output: Any, microbatch: int) -> Tensor:
         """The microbatch's share of the step's loss, ready for its backward."""
-        loss = self._loss_fn(output, self._targets[microbatch], **self._kwargs)
+        loss: Any = self._loss_fn(output, self._targets[microbatch], **self._kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))
             raise ShapeError(
@@ -58,7 +58,8 @@ class StepLoss:
         self.losses[microbatch] = loss.detach().reshape(())
         if self._require_finite and not torch.isfinite(loss).item():
             raise FloatingPointError(f"the loss of microbatch {microbatch} is {loss.item()}")
-        return loss / self.total_weight
+        share: Tensor = loss / self.total_weight
+        return share
 
 
 def _add_weights(

@@ -59,7 +59,7 @@ class Batch:
     [[0, 1, 2], [3, 4]]
     """
 
-    __slots__ = ("arguments", "keywords", "size", "targets")
+    __slots__ = ("arguments", "forms", "keywords", "size", "targets")
 
     def __init__(
         self,
@@ -67,12 +67,16 @@ class Batch:
         keywords: Sequence[dict[str, Any]],
         targets: Sequence[Any],
         size: int | None = None,
+        forms: tuple[int, ...] | None = None,
     ) -> None:
         self.arguments = arguments
         self.keywords = keywords
         self.targets = targets
         #: The size of the batch, where a tensor of this rank says it.
         self.size = size
+        #: Per microbatch a number, equal where all its tensors have the same shapes and types;
+        #: ``None`` if that holds for all of them.
+        self.forms = forms
 
 
 def split_batch(
@@ -105,7 +109,8 @@ def split_batch(
         raise ShapeError(
             f"cannot split the batch into {num_microbatches} microbatches: " + "; ".join(problems)
         )
-    columns = _regroup([leaf.split(num_microbatches) for leaf in leaves], trees, num_microbatches)
+    pieces = [leaf.split(num_microbatches) for leaf in leaves]
+    columns = _regroup(pieces, trees, num_microbatches)
     num_arguments = len(arguments)
     names = tuple(keywords)
     return Batch(
@@ -113,7 +118,32 @@ def split_batch(
         [dict(zip(names, column[num_arguments + 1 :], strict=True)) for column in columns],
         [column[num_arguments] for column in columns],
         size,
+        _number_forms(leaves, pieces),
     )
+
+
+def _number_forms(
+    leaves: Sequence[_Leaf], pieces: Sequence[Sequence[Any]]
+) -> tuple[int, ...] | None:
+    """Which microbatches look alike. A cut batch tells by its sizes; whatever the user or a
+    function of the user's cut is looked at."""
+    cut = [
+        [_form_of(piece) for piece in column]
+        for leaf, column in zip(leaves, pieces, strict=True)
+        if not leaf.name.startswith("target")
+        and (leaf.is_split or any(piece is not column[0] for piece in column))
+    ]
+    numbers: dict[tuple[Any, ...], int] = {}
+    forms = tuple([numbers.setdefault(form, len(numbers)) for form in zip(*cut, strict=True)])
+    return forms if len(numbers) > 1 else None
+
+
+def _form_of(piece: Any) -> Any:
+    if isinstance(piece, Tensor):
+        return piece.shape, piece.dtype
+    if isinstance(piece, PreSplit) or is_block_mask(piece):
+        return None
+    return tuple([_form_of(leaf) for leaf in flatten(piece)[0] if isinstance(leaf, Tensor)])
 
 
 def _regroup(

@@ -60,11 +60,7 @@ class _Sum:
 
 
 class LocalTransport:
-    """The transport of :class:`pipeloom.LocalPipeline`: all ranks are local.
-
-    ``num_events`` grows with everything that could wake a waiting rank, so that whoever drives the
-    ranks sees when none of them can go on.
-    """
+    """The transport of :class:`pipeloom.LocalPipeline`: all ranks are local."""
 
     #: A message waits in its queue however late the receiver is; the queues of different edges are
     #: independent.
@@ -73,8 +69,7 @@ class LocalTransport:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.local_ranks = range(num_ranks)
-        self.num_events = 0
+        self.local_ranks: Sequence[int] = range(num_ranks)
         self._endpoints = [LocalEndpoint(self, rank) for rank in range(num_ranks)]
         self._sent: dict[Edge, deque[Message]] = {}
         self._waiting: dict[Edge, deque[_Receive]] = {}
@@ -104,10 +99,11 @@ class LocalTransport:
     def clock_offsets(self) -> Sequence[float]:
         return (0.0,) * self.num_ranks
 
-    def fail(self, error: StepError) -> None:
+    def fail(self, error: StepError) -> StepError:
         """Forget what was under way, and with it every tensor."""
         for store in (self._sent, self._waiting, self._headers, self._sums):
-            store.clear()  # type: ignore[attr-defined]
+            store.clear()
+        return error
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -115,7 +111,6 @@ class LocalTransport:
     # ── for the endpoints ────────────────────────────────────────────────────────────────────
 
     def _send(self, edge: Edge, tensors: Sequence[Tensor], header: Header | None) -> None:
-        self.num_events += 1
         if header is None:
             header = self._headers[edge]
         else:
@@ -138,7 +133,6 @@ class LocalTransport:
         return ticket
 
     def _sum(self, rank: int, stage: int, ranks: Sequence[int], tensors: Sequence[Tensor]) -> _Sum:
-        self.num_events += 1
         ticket = self._sums.setdefault(stage, _Sum(ranks))
         ticket.contributions[rank] = tensors
         if len(ticket.contributions) == len(ticket.ranks):

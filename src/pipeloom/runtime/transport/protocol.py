@@ -21,6 +21,9 @@ Rules both sides rely on
   ``new_header=True``: with the first message of an edge in a step (``shapes="per_step"``), in the
   first step (``"fixed"``) or with every message (``"per_microbatch"``). A header may describe no
   tensors at all; then only the header travels, and later messages of the edge are empty.
+- Microbatches of unequal sizes are announced: a message whose microbatch is in ``renewed`` of the
+  header that holds for its edge brings a new header too, although the receiver passed
+  ``new_header=False``. The sender passes ``header`` then; the receiving transport looks it up.
 - Posting never blocks. ``wait`` returns ``None`` when what it waits for is not there yet and the
   transport cannot block; the executor then yields to the other ranks of the process and asks again.
   A transport that can block does so in ``wait`` and never returns ``None``.
@@ -73,6 +76,8 @@ class Header:
     tensors: tuple[TensorSpec, ...]
     #: How the tensors make up a value; the transport hands it on unread.
     structure: Any = None
+    #: Microbatches whose message on this edge brings a header of its own.
+    renewed: frozenset[int] = frozenset()
 
 
 class Message(NamedTuple):
@@ -168,8 +173,9 @@ class Transport(Protocol):
     def clock_offsets(self) -> Sequence[float]:
         """Per rank: what to add to its ``time.perf_counter()`` to get the time of rank 0."""
 
-    def fail(self, error: StepError) -> None:
-        """A rank that lives here failed: tell the others, then stop all traffic for good."""
+    def fail(self, error: StepError) -> StepError:
+        """A rank that lives here failed: tell the others, then stop all traffic for good. Returns
+        the error that every rank raises: the first one anywhere, which may be another rank's."""
 
     def close(self) -> None:
         """Let go of connections and threads. May be called twice."""

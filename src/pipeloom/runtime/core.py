@@ -1,0 +1,402 @@
+"""What both pipelines share: the stages of this process, their programs, and the step.
+
+::
+
+    step ─► split the batch ─► every local rank runs its program ─► losses to all ─► StepResult
+                                        │ an exception
+                                        └► told to the other ranks, kept, raised again ever after
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ScheduleError, StepError
+from pipeloom.ir.schedule import Schedule
+from pipeloom.runtime.boundary import flatten
+from pipeloom.runtime.driver import drive, make_failure
+from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.gradients import finish_arguments
+from pipeloom.runtime.hooks import ActionEvent, Hooks, RemovableHook
+from pipeloom.runtime.loss import StepLoss
+from pipeloom.runtime.messages import Promises
+from pipeloom.runtime.microbatches import Batch, merge_outputs, split_batch
+from pipeloom.runtime.observer import Observer
+from pipeloom.runtime.options import Options
+from pipeloom.runtime.parts import make_parts
+from pipeloom.runtime.programs import Programs
+from pipeloom.runtime.recorder import RankRecorder, Recording, make_timeline
+from pipeloom.runtime.result import StepResult, share_losses, type_of_losses
+from pipeloom.runtime.stage import StepInputs
+from pipeloom.runtime.transport.protocol import Transport
+
+__all__ = ["PipelineCore"]
+
+logger = logging.getLogger("pipeloom.runtime")
+
+
+class PipelineCore:
+    """The part of a pipeline that lives in this process."""
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        programs: Programs,
+        transport: Transport,
+        options: Options,
+    ) -> None:
+        self._transport = transport
+        self._programs = programs
+        self._options = options
+        self._hooks = Hooks()
+        self._recordings: list[Recording] = []
+        self._failure: StepError | None = None
+        self._num_steps = 0
+        self._loss_type: torch.dtype | None = None
+        self._loss_type_is_known = False
+        self.modules = dict(modules)
+        parameters = (p for module in self.modules.values() for p in module.parameters())
+        self._device = next((p.device for p in parameters), torch.device("cpu"))
+        self._topology = programs.source.topology
+        self._parts = make_parts(self.modules, programs.source, options, transport.local_ranks)
+        self._runners = self._parts.runners
+        self._promises = {rank: Promises(options.shapes) for rank in transport.local_ranks}
+        self._recorders = {rank: RankRecorder(self._device) for rank in transport.local_ranks}
+        #: Programs that are bound: (microbatches, training, watched) → executors and for what.
+        self._bound: dict[tuple[int, bool, bool], tuple[object, list[Executor]]] = {}
+
+    # ── what users call ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that was asked for."""
+        return self._programs.source
+
+    @property
+    def program(self) -> Schedule:
+        """The complete program of a training step: what the ranks run."""
+        return self._programs.training()
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        microbatches: int | None = None,
+        return_output: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run one training step: afterwards every ``.grad`` has grown by the gradient of the loss.
+
+        ``args`` go to the first stage and matter where it is, ``target`` where the last stage is;
+        ``kwargs`` go to every stage, ``stage_kwargs[stage]`` to one. ``loss_kwargs`` are handed to
+        ``loss_fn`` as they are. ``microbatches`` is another number of them, for this step, where
+        the schedule was given by name. ``return_output`` keeps and merges the last stage's outputs.
+        """
+        if not torch.is_grad_enabled():
+            raise StepError(
+                "step computes gradients, but was called where gradients are switched off "
+                "(torch.no_grad or inference_mode); call eval for a forward pass without them"
+            )
+        if self._options.loss_fn is None:
+            raise StepError("step needs a loss; give loss_fn=… to the pipeline, or call eval")
+        program = self._programs.training(microbatches)
+        return self._run(program, args, kwargs, target, loss_kwargs, stage_kwargs, return_output)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        microbatches: int | None = None,
+        return_output: bool = True,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run the forward passes alone, without gradients; ``.grad`` is not touched.
+
+        Takes what ``step`` takes; with a ``target`` and a ``loss_fn`` it also gives the loss. Any
+        number of microbatches will do. Whether modules are in ``train()`` or ``eval()`` mode is
+        left as it is.
+        """
+        program = self._programs.forward_only(microbatches)
+        with torch.no_grad():
+            return self._run(
+                program, args, kwargs, target, loss_kwargs, stage_kwargs, return_output
+            )
+
+    def on(
+        self,
+        pattern: str,
+        function: Callable[[ActionEvent], object],
+        *,
+        when: Literal["before", "after"] = "after",
+    ) -> RemovableHook:
+        """Run a function before or after the actions whose text matches the pattern.
+
+        ``pipe.on("3F0", fn)``, ``pipe.on("*I*", fn, when="before")``; ``.remove()`` on what is
+        returned ends it. On a pipeline of several processes only the actions of this rank count.
+        """
+        return self._hooks.add(pattern, function, when)
+
+    def record(self) -> Recording:
+        """Measure the steps from now on, until ``stop()`` or the end of a ``with`` statement.
+
+        With several processes, every rank must record the same steps.
+        """
+        recording = Recording(self._recordings.remove)
+        self._recordings.append(recording)
+        return recording
+
+    def close(self) -> None:
+        """Let go of connections and threads; the pipeline cannot run any more."""
+        self._transport.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} stages {sorted(self.modules)} of {self.schedule!r}>"
+
+    # ── a step ───────────────────────────────────────────────────────────────────────────────
+
+    def _run(
+        self,
+        program: Schedule,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any] | None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None,
+        return_output: bool,
+    ) -> StepResult:
+        if self._failure is not None:
+            raise copy(self._failure)
+        training = program.has_backward
+        executors = self._bind(program)
+        losses: dict[int, StepLoss] = {}
+        try:
+            batches = self._split(program, args, kwargs, target, stage_kwargs or {})
+            losses = self._make_losses(batches, loss_kwargs, training=training, target=target)
+        except Exception as error:
+            if len(self._transport.local_ranks) == self._transport.num_ranks:
+                raise
+            self._fail(make_failure(error, executors[0], is_running=False), error)
+        self._begin(program, executors, batches, losses, return_output)
+        try:
+            drive(executors)
+            self._transport.end_step()
+            if training:
+                for runner in self._runners.values():
+                    finish_arguments(runner.argument_gradients)
+            result = self._finish(program, losses, return_output)
+        except StepError as error:
+            self._fail(error, error.__cause__)
+        except BaseException as error:
+            self._fail(make_failure(error, executors[0], is_running=False), error)
+        finally:
+            for runner in self._runners.values():
+                runner.end_step()
+        if self._recordings:
+            self._add_recorded(program)
+        return result
+
+    def _split(
+        self,
+        program: Schedule,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        stage_kwargs: Mapping[int, Mapping[str, Any]],
+    ) -> dict[int, Batch]:
+        """The batch of every local stage; only those with arguments of their own split anew."""
+        unknown = sorted(set(stage_kwargs) - set(range(self._topology.num_stages)))
+        if unknown:
+            raise ScheduleError(
+                f"stage_kwargs names the stages {unknown}, but the stages are "
+                f"0..{self._topology.num_stages - 1}"
+            )
+        own = set(self.modules)
+        arguments = args if own & set(self._topology.first_stages) else ()
+        own_target = target if own & set(self._topology.last_stages) else None
+
+        def split(keywords: Mapping[str, Any]) -> Batch:
+            return split_batch(
+                program.num_microbatches,
+                arguments=arguments,
+                keywords=keywords,
+                target=own_target,
+                rules=self._options.split,
+            )
+
+        shared = split(kwargs)
+        return {
+            stage: split({**kwargs, **stage_kwargs[stage]}) if stage in stage_kwargs else shared
+            for stage in self.modules
+        }
+
+    def _make_losses(
+        self,
+        batches: Mapping[int, Batch],
+        loss_kwargs: Mapping[str, Any] | None,
+        *,
+        training: bool,
+        target: Any,
+    ) -> dict[int, StepLoss]:
+        loss_fn = self._options.loss_fn
+        if loss_fn is None or not (training or target is not None):
+            return {}
+        return {
+            stage: StepLoss(
+                loss_fn,
+                targets=batches[stage].targets,
+                loss_weight=self._options.loss_weight,
+                loss_kwargs=loss_kwargs,
+                require_finite=self._options.require_finite_loss,
+            )
+            for stage in self._topology.last_stages
+            if stage in self.modules
+        }
+
+    def _begin(
+        self,
+        program: Schedule,
+        executors: Sequence[Executor],
+        batches: Mapping[int, Batch],
+        losses: Mapping[int, StepLoss],
+        return_output: bool,
+    ) -> None:
+        training = program.has_backward
+        for stage, runner in self._runners.items():
+            batch = batches[stage]
+            runner.begin_step(
+                StepInputs(
+                    batch.arguments,
+                    batch.keywords,
+                    training and _needs_grad(batch, first=not runner.predecessors),
+                    losses.get(stage),
+                    return_output,
+                    training,
+                )
+            )
+        for side in self._parts.data_parallel.values():
+            side.begin_step(training=training)
+        if training:
+            for exchange in set(self._parts.exchanges.values()):
+                exchange.begin_step()
+        size = next((batch.size for batch in batches.values() if batch.size is not None), None)
+        first = [stage for stage in self._topology.first_stages if stage in batches]
+        forms = batches[first[0]].forms if first else None
+        for executor in executors:
+            self._promises[executor.rank].begin_step(
+                program, size, forms, training=training, knows_forms=bool(first)
+            )
+            if self._recordings:
+                self._recorders[executor.rank].begin_step()
+        self._num_steps += 1
+        self._transport.begin_step(self._num_steps)
+
+    def _bind(self, program: Schedule) -> list[Executor]:
+        """The program of every local rank, bound; a second time for steps that are watched."""
+        watched = bool(self._hooks or self._recordings or _profiler_is_on())
+        key = (program.num_microbatches, program.has_backward, watched)
+        stamp = (program, self._hooks.version, bool(self._recordings)) if watched else (program,)
+        known = self._bound.get(key)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        if (*key[:2], not watched) not in self._bound:
+            self._transport.connect(program)
+        handlers = self._options.handlers_by_kind()
+        executors = [
+            Executor(
+                rank,
+                program,
+                self._transport.endpoint(rank),
+                self._parts,
+                handlers=handlers,
+                promises=self._promises[rank],
+                observer=Observer(self._hooks, self._recorders[rank] if self._recordings else None)
+                if watched
+                else None,
+            )
+            for rank in self._transport.local_ranks
+        ]
+        if len(self._bound) >= MOST_BOUND:
+            self._bound.pop(next(iter(self._bound)))
+        self._bound[key] = (stamp, executors)
+        return executors
+
+    def _fail(self, error: StepError, cause: BaseException | None) -> NoReturn:
+        """Tell the other ranks, remember the error without what its traceback holds, raise it."""
+        logger.error("%s", error)
+        self._failure = copy(error).with_traceback(None)
+        for exchange in set(self._parts.exchanges.values()):
+            exchange.restore()
+        self._transport.fail(self._failure)
+        if isinstance(cause, BaseException) and not isinstance(cause, Exception):
+            raise cause
+        raise error from cause
+
+    def _finish(
+        self, program: Schedule, losses: Mapping[int, StepLoss], return_output: bool
+    ) -> StepResult:
+        """Share the losses, merge the outputs."""
+        num_microbatches = program.num_microbatches
+        output = None
+        outputs = {m: o for runner in self._runners.values() for m, o in runner.outputs.items()}
+        if return_output and outputs:
+            output = merge_outputs([outputs[m] for m in sorted(outputs)], self._options.merge)
+        if not self._options.share_loss and not losses:
+            return StepResult(None, None, output)
+        if self._options.loss_fn is None:
+            return StepResult(None, None, output)
+        share = self._transport.sum_over_processes if self._options.share_loss else _alone
+        total, each, known = share_losses(
+            losses,
+            num_microbatches=num_microbatches,
+            first_last_stage=self._topology.last_stages[0],
+            device=self._device,
+            sum_over_processes=share,
+        )
+        if not program.has_backward and not known.item():
+            return StepResult(None, None, output)
+        loss_type = self._find_loss_type(losses)
+        return StepResult(total.to(loss_type), tuple(one.to(loss_type) for one in each), output)
+
+    def _find_loss_type(self, losses: Mapping[int, StepLoss]) -> torch.dtype:
+        """The type that ``loss_fn`` returns, agreed on once between the processes."""
+        own = type_of_losses(losses)
+        if not self._loss_type_is_known and self._options.share_loss:
+            types = self._transport.gather_objects([own] * len(self._transport.local_ranks))
+            self._loss_type = next((one for one in types if one is not None), None)
+            self._loss_type_is_known = True
+        return own or self._loss_type or torch.float64
+
+    def _add_recorded(self, program: Schedule) -> None:
+        own = [self._recorders[rank].take_rows() for rank in self._transport.local_ranks]
+        rows = self._transport.gather_objects(own)
+        timeline = make_timeline(program, rows, self._transport.clock_offsets())
+        for recording in self._recordings:
+            recording.add(timeline)
+
+
+#: Bindings are kept for this many programs.
+MOST_BOUND = 32
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values
+
+
+def _needs_grad(batch: Batch, *, first: bool) -> bool:
+    """True if a tensor among a stage's arguments wants its gradient."""
+    leaves = flatten((batch.arguments if first else (), batch.keywords))[0]
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _profiler_is_on() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())

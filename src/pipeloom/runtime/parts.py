@@ -1,0 +1,97 @@
+"""The parts of a pipeline that live in this process: stages, their backward, their partners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from pipeloom.ir.dependencies import PENDING_WEIGHTS
+from pipeloom.ir.schedule import Schedule
+from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.data_parallel import DataParallelStage, recognise
+from pipeloom.runtime.executor import RankParts
+from pipeloom.runtime.gradients import CopyExchange
+from pipeloom.runtime.options import Options
+from pipeloom.runtime.stage import StageRunner
+
+__all__ = ["make_parts"]
+
+
+def make_parts(
+    modules: Mapping[int, nn.Module],
+    schedule: Schedule,
+    options: Options,
+    local_ranks: Sequence[int],
+) -> RankParts:
+    """Everything the executors of this process work with."""
+    sides = {stage: recognise(module) for stage, module in modules.items()}
+    data_parallel = {stage: side for stage, side in sides.items() if side is not None}
+    return RankParts(
+        _make_runners(modules, schedule, options, data_parallel),
+        data_parallel,
+        _make_exchanges(modules, schedule, local_ranks),
+    )
+
+
+def _make_runners(
+    modules: Mapping[int, nn.Module],
+    schedule: Schedule,
+    options: Options,
+    data_parallel: Mapping[int, DataParallelStage],
+) -> dict[int, StageRunner]:
+    split_stages = {
+        product[1]
+        for action in schedule.all_actions()
+        for product in schedule.dependencies.produces(action)
+        if product[0] == PENDING_WEIGHTS
+    }
+    topology = schedule.topology
+    runners = {}
+    for stage, module in modules.items():
+        side = data_parallel.get(stage)
+        called = module if side is None else side.module
+        runners[stage] = StageRunner(
+            stage,
+            called,
+            predecessors=topology.predecessors(stage),
+            successors=topology.successors(stage),
+            backward=choose_method(
+                called,
+                method=_method_of(stage, options, stage in split_stages),
+                weight_backward=options.weight_backward.get(stage),
+                stage=stage,
+                **options.backward_options,
+            ),
+        )
+    ranks = schedule.placement.ranks
+    for stage, runner in runners.items():
+        for successor in topology.successors(stage):
+            if ranks[successor] == ranks[stage]:
+                runner.connect(runners[successor])
+    return runners
+
+
+def _method_of(stage: int, options: Options, is_split: bool) -> str:
+    """A stage that only ever runs B has nothing to split."""
+    backward = options.backward
+    chosen = backward if isinstance(backward, str) else backward.get(stage, "auto")
+    return chosen if is_split or chosen != "auto" else "whole"
+
+
+def _make_exchanges(
+    modules: Mapping[int, nn.Module], schedule: Schedule, local_ranks: Sequence[int]
+) -> dict[int, CopyExchange]:
+    """One exchange per rank and group of copies, unless the copies are one module anyway."""
+    exchanges: dict[int, CopyExchange] = {}
+    ranks = schedule.placement.ranks
+    for group in schedule.topology.replicas:
+        if len({id(modules.get(stage)) for stage in group}) == 1 and group[0] in modules:
+            continue
+        for rank in local_ranks:
+            local = [stage for stage in group if stage in modules and ranks[stage] == rank]
+            unique = {id(modules[stage]): modules[stage] for stage in local}
+            if unique:
+                exchange = CopyExchange(tuple(unique.values()))
+                exchanges.update(dict.fromkeys(local, exchange))
+    return exchanges
