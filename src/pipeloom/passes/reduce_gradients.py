@@ -26,8 +26,9 @@ from pipeloom.passes.time_order import walk_in_time_order
 def reduce_gradients(schedule: Schedule, *, stages: Iterable[int] | None = None) -> Schedule:
     """Add REDUCE_GRAD for the stages named, and for every copy of them.
 
-    Without ``stages``: for the stages that the program shards, and all that have copies. What has
-    a reduction already keeps it, and so a second run changes nothing.
+    Without ``stages``: for the stages that the program shards, and all that have copies; none
+    where forwards run alone. What has a reduction already keeps it, and so a second run changes
+    nothing.
 
     In a compute-only schedule each reduction stands right after the last backward of all copies,
     at one instant of the ranks' common order (see :mod:`pipeloom.passes.time_order`): all ranks
@@ -41,7 +42,7 @@ def reduce_gradients(schedule: Schedule, *, stages: Iterable[int] | None = None)
     rank 0   0F0  0B0  0F1  0B1  0REDUCE_GRAD
     """
     groups = _find_groups(schedule, stages)
-    if not groups:
+    if not groups or (stages is None and not schedule.has_backward):
         return schedule
     if not schedule.has_backward:
         raise ScheduleError(f"{schedule.name} is forward-only: there are no gradients to reduce")

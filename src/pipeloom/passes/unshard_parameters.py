@@ -36,8 +36,7 @@ def unshard_parameters(
     After each computation the stages that the rank needs next are gathered: the next
     ``lookahead`` different ones (3 unless said otherwise), the one in use included; or as many as
     fit into ``memory``, by the weights that ``costs`` give for each stage; or both. What is not
-    among them is released first, so the bound holds at every moment. Nothing is gathered again
-    that the bound would have allowed to stay: released is always what is needed last.
+    among them is released first, so the bound holds at every moment.
 
     A sharded stage must reduce its gradients, so stages that do not yet get their REDUCE_GRAD as
     well, as :func:`~pipeloom.passes.reduce_gradients.reduce_gradients` places it.
