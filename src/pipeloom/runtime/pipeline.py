@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipeloom.errors import ScheduleError
@@ -93,7 +92,16 @@ class LocalPipeline(PipelineCore):
             sharded=_find_sharded(given),
         )
         modules = _serve_copies(given, programs.source.topology)
-        _require_stages(modules, range(programs.source.num_stages), programs.source)
+        placement = programs.source.placement
+        _require_stages(
+            {
+                rank: [
+                    s for s in modules if s >= len(placement.ranks) or placement.ranks[s] == rank
+                ]
+                for rank in range(placement.num_ranks)
+            },
+            programs.source,
+        )
         super().__init__(modules, programs, transport, Options(**options))
 
 
@@ -127,31 +135,31 @@ class Pipeline(PipelineCore):
         **options: Any,
     ) -> None:
         chosen = Options(**options)
-        if transport is None:
-            from pipeloom.runtime.transport.torch_distributed import TorchTransport
-
-            parameters = (p for module in stages.values() for p in module.parameters())
-            device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-            transport = TorchTransport(group, device=device, timeout=timeout)
-        everywhere: list[tuple[list[int], set[int]]] = transport.gather_objects(
-            [(sorted(stages), _find_sharded(stages))] * len(transport.local_ranks)
+        own = _open_transport(group, timeout, stages) if transport is None else transport
+        everywhere: list[tuple[list[int], set[int]]] = own.gather_objects(
+            [(sorted(stages), _find_sharded(stages))] * len(own.local_ranks)
         )
         num_stages = len({stage for there, _ in everywhere for stage in there})
         programs = Programs(
             schedule,
             num_stages=num_stages,
-            ranks=transport.num_ranks,
+            ranks=own.num_ranks,
             microbatches=microbatches,
             options=schedule_options or {},
-            sends=transport.sends,
-            channel=transport.channel,
+            sends=own.sends,
+            channel=own.channel,
             skip_connections=skip_connections,
             sharded=set().union(*(sharded for _, sharded in everywhere)),
         )
-        source = programs.source
-        wanted = [s for rank in transport.local_ranks for s in source.placement.stages_on(rank)]
-        _require_stages(stages, wanted, source, everywhere)
-        super().__init__(stages, programs, transport, chosen)
+        # On every rank for all of them, so that all raise and none waits for the others.
+        _require_stages(dict(enumerate(there for there, _ in everywhere)), programs.source)
+        super().__init__(stages, programs, own, chosen)
+
+
+def _open_transport(group: Any, timeout: float, stages: Mapping[int, nn.Module]) -> Transport:
+    from pipeloom.runtime.transport.torch_distributed import TorchTransport
+
+    return TorchTransport(group, modules=stages.values(), timeout=timeout)
 
 
 def _serve_copies(modules: dict[int, nn.Module], topology: Topology) -> dict[int, nn.Module]:
@@ -166,27 +174,25 @@ def _serve_copies(modules: dict[int, nn.Module], topology: Topology) -> dict[int
     }
 
 
-def _require_stages(
-    modules: Mapping[int, nn.Module],
-    wanted: Sequence[int],
-    schedule: Schedule,
-    everywhere: Sequence[tuple[list[int], set[int]]] = (),
-) -> None:
-    """Raise unless the modules are those of the stages that the schedule places here."""
-    missing = sorted(set(wanted) - set(modules))
-    surplus = sorted(set(modules) - set(wanted))
-    if not missing and not surplus:
-        return
-    found = "; ".join(f"rank {rank} has {there}" for rank, (there, _) in enumerate(everywhere))
-    raise ScheduleError(
-        f"{schedule.name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks; of those "
-        f"that belong here, {missing or 'none'} are missing and {surplus or 'none'} are too many. "
-        + "; ".join(
+def _require_stages(given: Mapping[int, Sequence[int]], schedule: Schedule) -> None:
+    """Raise unless every rank was given the stages that the schedule places there."""
+    problems = []
+    for rank, stages in given.items():
+        placed = set(schedule.placement.stages_on(rank))
+        missing, surplus = sorted(placed - set(stages)), sorted(set(stages) - placed)
+        if missing:
+            problems.append(f"rank {rank} lacks {missing}")
+        if surplus:
+            problems.append(f"rank {rank} has {surplus} too many")
+    if problems:
+        placed_at = "; ".join(
             f"rank {rank} holds {list(schedule.placement.stages_on(rank))}"
             for rank in range(schedule.num_ranks)
         )
-        + (f". Given were: {found}" if found else "")
-    )
+        raise ScheduleError(
+            f"the stages given are not those of {schedule.name}, which has {schedule.num_stages} "
+            f"on {schedule.num_ranks} ranks ({placed_at}): {'; '.join(problems)}"
+        )
 
 
 def _find_sharded(modules: Mapping[int, nn.Module]) -> set[int]:

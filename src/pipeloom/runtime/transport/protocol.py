@@ -144,11 +144,13 @@ class Transport(Protocol):
     """What a pipeline asks of the transport of its process."""
 
     num_ranks: int
-    #: The ranks that live in this process, ascending.
-    local_ranks: Sequence[int]
     #: The communication model under which programs must verify: arguments of ``pipeloom.verify``.
     sends: str
     channel: str
+
+    @property
+    def local_ranks(self) -> Sequence[int]:
+        """The ranks that live in this process, ascending."""
 
     def connect(self, schedule: Schedule) -> None:
         """Get ready for a complete program: open what its edges need, and make sure that all ranks
