@@ -90,7 +90,7 @@ def save_as(schedule: Schedule, path: Path) -> None:
         schedule.save(path)
         return
     from pipeloom.ir.renderers import find_renderer
-    from pipeloom.simulate import simulate
+    from pipeloom.simulate.engine import simulate
 
     find_renderer(path)  # An unknown suffix is an error before anything is simulated.
     simulate(schedule).save(path)
