@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
 
 import pytest
-from support.random_programs import make_program
-from support.time_stepped_simulator import Result, World, run
 
 from pipeloom import Link, Network, StageCosts, VerificationError, simulate
 from pipeloom.ir.action import Action
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Timeline
+from support.random_programs import make_program
+from support.time_stepped_simulator import Result, World, run
 
 CASES_PER_SEED = 100
 
@@ -64,7 +65,7 @@ def run_theirs(schedule: Schedule, costs: dict[str, object], options: dict[str, 
     chains, extra = schedule.topology.chains, schedule.topology.extra_edges
     following: dict[int, list[int]] = {stage: [] for stage in stages}
     for chain in chains:
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in itertools.pairwise(chain):
             following[before].append(after)
     for before, after in extra:
         following[before].append(after)

@@ -69,9 +69,9 @@ def make_program(rng: random.Random, *, written: bool = False, sharded: bool = F
         for other in near:
             if (fact, other, mb) not in made:
                 return False
-            if written and rank_of(other) != rank_of(stage):
-                if (fact, other, mb, stage) not in here:
-                    return False
+            travels = written and rank_of(other) != rank_of(stage)
+            if travels and (fact, other, mb, stage) not in here:
+                return False
         return True
 
     def do(action: Action) -> None:

@@ -448,11 +448,11 @@ class _Run:
                 action = first["action"]
                 if action.kind.value == "UNSHARD":
                     row = self.w.rows[rank]
-                    index = [
+                    index = next(
                         i
                         for i, other in enumerate(row[: self.position[rank]])
                         if other == action and (rank, i) not in self.gathered
-                    ][0]
+                    )
                     self.gathered[rank, index] = self.now
                 if self.held.get(rank) == ("gather", action):
                     del self.held[rank]

@@ -21,7 +21,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Figures, Span, Timeline
 from pipeloom.simulate.bounds import find_lower_bounds
 from pipeloom.simulate.critical_path import find_critical_nodes, find_slack
-from pipeloom.simulate.graph import CannotProceed, EventGraph, build_graph, find_times
+from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph, build_graph, find_times
 from pipeloom.simulate.idle_time import find_idle_spans
 from pipeloom.simulate.memory import find_memory
 from pipeloom.simulate.metrics import find_metrics
@@ -60,10 +60,11 @@ def analyse(
     starts, ends, _ = find_times(
         graph, lambda node, start: measured[node][1] if node in measured else start
     )
-    indexed = {index: node for node, (index, _, _) in measured.items()}
-    return _finish(
-        timeline, bound if costs is not None else None, bound, graph, starts, ends, order, indexed
-    )
+    node_of_span: list[int] = [NONE] * len(timeline.spans)
+    for node, (index, _, _) in measured.items():
+        node_of_span[index] = node
+    known = bound if costs is not None else None
+    return _finish(timeline, known, bound, graph, starts, ends, order, node_of_span)
 
 
 #: Durations that are not known, and an activation of 1 per microbatch and rank.
@@ -77,11 +78,10 @@ def analyse_graph(
     starts: list[float],
     ends: list[float],
     order: list[int],
+    node_of_span: list[int],
 ) -> Timeline:
     """Fill in the figures of a timeline that was just simulated."""
-    nodes = _match_spans(graph, timeline.spans)
-    indexed = {index: node for node, (index, _, _) in nodes.items()}
-    return _finish(timeline, costs, costs, graph, starts, ends, order, indexed)
+    return _finish(timeline, costs, costs, graph, starts, ends, order, node_of_span)
 
 
 def _finish(
@@ -92,12 +92,15 @@ def _finish(
     starts: list[float],
     ends: list[float],
     order: list[int],
-    node_of_span: dict[int, int],
+    node_of_span: list[int],
 ) -> Timeline:
     metrics = find_metrics(timeline.spans, timeline.num_ranks)
     slack = find_slack(graph, ends, order, metrics.makespan)
     critical = find_critical_nodes(graph, starts, ends, timeline.source == "simulated")
-    span_of_node = {node: timeline.spans[index] for index, node in node_of_span.items()}
+    on_path = set(critical)
+    span_of_node = {
+        node: timeline.spans[index] for index, node in enumerate(node_of_span) if node in on_path
+    }
     memory = find_memory(memory_costs, graph, starts, ends)
     bounds: dict[str, float] = {}
     if bound_costs is not None:
@@ -113,10 +116,7 @@ def _finish(
         idle_causes=find_idle_spans(graph, starts, ends, metrics.makespan),
         peaks=tuple(rank.peak for rank in memory),
         critical_path=tuple(span_of_node[node] for node in critical if node in span_of_node),
-        slack=tuple(
-            slack[node_of_span[index]] if index in node_of_span else 0.0
-            for index in range(len(timeline.spans))
-        ),
+        slack=tuple([0.0 if node == NONE else slack[node] for node in node_of_span]),
         bounds=bounds,
     )
     curves = timeline.memory or tuple(rank.curve for rank in memory)

@@ -11,14 +11,17 @@ Exact for the given order: a rank runs its actions one after the other and waits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pipeloom.cost.constant import UniformCosts, expand_speeds
 from pipeloom.cost.model import CostModel, ScheduleCosts
 from pipeloom.cost.units import parse_memory
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.action import Kind
+from pipeloom.ir.dependencies import RULES
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Span, Timeline
 from pipeloom.simulate.analysis import analyse_graph
@@ -61,11 +64,25 @@ def simulate(
     (9.0, 9.0, 0.33333333333333337)
     """
     bound = bind_costs(schedule, costs, speeds)
-    graph, starts, ends, order = _walk(bound, sends, channel, communication)
     limit = None if memory is None else parse_memory(memory, bound.memory_unit)
+    with paused_garbage_collection():
+        return _simulate(bound, costs, limit, sends, channel, communication)
+
+
+def _simulate(
+    bound: ScheduleCosts,
+    costs: CostModel | None,
+    limit: float | None,
+    sends: Sends,
+    channel: Channel,
+    communication: Communication,
+) -> Timeline:
+    schedule = bound.schedule
+    graph, starts, ends, order = _walk(bound, sends, channel, communication)
+    spans, node_of_span = _collect_spans(graph, starts, ends)
     timeline = Timeline(
         schedule=schedule,
-        spans=tuple(_collect_spans(graph, starts, ends)),
+        spans=tuple(spans),
         time_unit=bound.time_unit,
         memory_unit=bound.memory_unit,
         memory_limit=limit,
@@ -77,7 +94,7 @@ def simulate(
             "costs": repr(costs if costs is not None else UNIT_COSTS),
         },
     )
-    return analyse_graph(timeline, bound, graph, starts, ends, order)
+    return analyse_graph(timeline, bound, graph, starts, ends, order, node_of_span)
 
 
 def find_makespan(
@@ -90,9 +107,25 @@ def find_makespan(
 ) -> float:
     """The makespan alone: several times as fast as :func:`simulate`, for searching."""
     bound = bind_costs(schedule, costs)
-    graph, _, ends, _ = _walk(bound, sends, channel, communication)
+    with paused_garbage_collection():
+        graph, _, ends, _ = _walk(bound, sends, channel, communication)
     return max(ends[: graph.num_actions], default=0.0)
 
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Nothing here makes circles, and looking for them among millions of new lists and spans
+    takes longer than making those."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+FUSED_LANE = RULES[Kind.OVERLAP_F_B].lane
 
 UNIT_COSTS = UniformCosts(forward=1.0, input=1.0, weight=1.0)
 
@@ -151,28 +184,35 @@ def _explain(
         ) from None
 
 
-def _collect_spans(graph: EventGraph, starts: list[float], ends: list[float]) -> list[Span]:
-    rows = []
-    issued_after = graph.issued_after
+def _collect_spans(
+    graph: EventGraph, starts: list[float], ends: list[float]
+) -> tuple[list[Span], list[int]]:
+    """(the spans by start and rank, the node of each)"""
+    spans: list[Span] = []
+    make, append = tuple.__new__, spans.append
+    issued_after, send_of = graph.issued_after, graph.send_of
+    actions, footprints = graph.actions, graph.footprints
     for rank in range(graph.schedule.num_ranks):
         for node in graph.nodes_of(rank):
-            action = graph.actions[node]
-            rule = RULES[action[0]]
+            footprint = footprints[node]
+            lane = FUSED_LANE if isinstance(footprint, tuple) else footprint.lane
             start, end = starts[node], ends[node]
-            if rule.role is Role.RECEIVE:
+            if node in send_of:
                 # On its way since the send began, waited for since the rank came to it.
                 clock = issued_after[node]
                 posted = 0.0 if clock == NONE else ends[clock]
-                start = min(end, max(posted, starts[graph.send_of[node]]))
-            rows.append(Span(rank, rule.lane, start, end, action))
+                start = min(end, max(posted, starts[send_of[node]]))
+            # As Span(...), without the cost of a call for each of a million spans.
+            append(make(Span, (rank, lane, start, end, actions[node])))
+    nodes = [*range(graph.num_actions), *graph.unwritten_sends]
     placement = graph.schedule.placement
     for node, send in graph.unwritten_sends.items():
         assert send.stage is not None
         rank = placement.rank_of(send.stage)
-        rows.append(Span(rank, RULES[send.kind].lane, starts[node], ends[node], send))
-    rows.sort(key=_by_start_and_rank)
-    return rows
-
-
-def _by_start_and_rank(span: Span) -> tuple[float, int]:
-    return span[2], span[0]
+        append(Span(rank, RULES[send.kind].lane, starts[node], ends[node], send))
+    if graph.unwritten_sends:
+        by_start = sorted(range(len(spans)), key=lambda index: (spans[index][2], spans[index][0]))
+    else:
+        # Rank by rank already, and sorting keeps what is equal in order.
+        by_start = sorted(range(len(spans)), key=[span[2] for span in spans].__getitem__)
+    return [spans[index] for index in by_start], [nodes[index] for index in by_start]

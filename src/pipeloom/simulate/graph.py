@@ -19,6 +19,8 @@ meeting of ranks that reduce together.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,8 +28,9 @@ from typing import Literal, TypeAlias
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import RULES, Dependencies, Product, Role, simple_actions
+from pipeloom.ir.dependencies import Role, simple_actions
 from pipeloom.ir.schedule import Schedule
+from pipeloom.simulate.footprint import Footprint, Footprints
 
 Sends: TypeAlias = Literal["buffered", "rendezvous", "blocking"]
 Channel: TypeAlias = Literal["edge", "pair", "all"]
@@ -35,6 +38,8 @@ Communication: TypeAlias = Literal["overlapped", "serialised"]
 
 #: A node that is nothing.
 NONE = -1
+#: A time that is not known yet.
+UNKNOWN = -math.inf
 
 
 class CannotProceed(Exception):
@@ -49,6 +54,8 @@ class EventGraph:
     #: The first node of every rank, and, last, the number of actions.
     first_nodes: list[int]
     actions: list[Action]
+    #: Per action: what it shares with the others of its kind and stage, per part if it is fused.
+    footprints: list[Footprint | tuple[Footprint, ...]]
     weights: list[float]
     before: list[list[int]]
     #: Per action: the node whose end is the moment the rank comes to it.
@@ -64,21 +71,20 @@ class EventGraph:
     def num_actions(self) -> int:
         return self.first_nodes[-1]
 
+    def is_compute(self, node: int) -> bool:
+        """True if the node is an action that computes."""
+        if not 0 <= node < len(self.actions):
+            return False
+        footprint = self.footprints[node]
+        return isinstance(footprint, tuple) or footprint.role is Role.COMPUTE
+
     def nodes_of(self, rank: int) -> range:
         """The nodes of a rank's actions, in order."""
         return range(self.first_nodes[rank], self.first_nodes[rank + 1])
 
     def rank_of(self, node: int) -> int:
         """The rank of an action's node."""
-        first_nodes = self.first_nodes
-        low, high = 0, len(first_nodes) - 1
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if first_nodes[middle] <= node:
-                low = middle
-            else:
-                high = middle
-        return low
+        return bisect_right(self.first_nodes, node) - 1
 
     def action_of(self, node: int) -> Action | None:
         """The action of a node; ``None`` behind the actions."""
@@ -108,15 +114,7 @@ class _Builder:
         self.holds = communication == "serialised" or sends == "blocking"
         self.channel = channel
         self.schedule = schedule
-        # In this table a computation needs what was received, also where nobody writes the
-        # receive: the messages are then drawn here, behind their producer.
-        self.table = Dependencies(
-            schedule.topology,
-            schedule.placement,
-            num_microbatches=schedule.num_microbatches,
-            has_communication=True,
-            has_backward=schedule.has_backward,
-        )
+        self.find_footprint = Footprints(costs)
         rows = schedule.actions
         self.actions = [action for row in rows for action in row]
         count = len(self.actions)
@@ -124,19 +122,22 @@ class _Builder:
             schedule=schedule,
             first_nodes=[0, *accumulate(map(len, rows))],
             actions=self.actions,
+            footprints=self._find_footprints(),
             weights=[0.0] * count,
-            before=[[] for _ in range(count)],
+            before=[],
             issued_after=[NONE] * count,
         )
-        self.producer: dict[Product, int] = {}
+        self.graph.before = [[] for _ in range(count)]
+        #: Place of a product → the node at whose end it is there.
+        self.producer = [NONE] * self.find_footprint.num_places
         #: What holds the rank after a computation: sends that nobody wrote, when serialised.
         self.held_after: dict[int, int] = {}
         self.edge_free: dict[tuple[int, int], int] = {}
-        self.messages_of: dict[tuple[str, int], list[tuple[Product, Product]]] = {}
         self.meetings: dict[tuple[Action, ...], int] = {}
         self.arrived: dict[tuple[Action, ...], int] = {}
         #: (receive, the node after which its rank posts it, the one before it in its queue)
         self.receives: list[tuple[int, int, int]] = []
+        self.num_sends = 0
 
     def build(self) -> EventGraph:
         for rank in range(self.schedule.num_ranks):
@@ -149,72 +150,87 @@ class _Builder:
                 raise CannotProceed
         return self.graph
 
+    def _find_footprints(self) -> list[Footprint | tuple[Footprint, ...]]:
+        find, known = self.find_footprint.find, self.find_footprint.known
+        largest = self.find_footprint.num_microbatches
+        footprints: list[Footprint | tuple[Footprint, ...]] = []
+        for action in self.actions:
+            kind, stage, microbatch, parts, peer = action
+            if parts:
+                footprints.append(tuple(map(find, parts)))
+                continue
+            if microbatch is not None and not 0 <= microbatch < largest:
+                raise CannotProceed
+            footprints.append(known.get((kind, stage, peer)) or find(action))
+        return footprints
+
     # ── who produces what ────────────────────────────────────────────────────────────────────
 
     def _name_products(self, rank: int) -> None:
-        graph, producer, table = self.graph, self.producer, self.table
-        durations = self.costs.durations
-        actions, weights = self.actions, graph.weights
-        has_messages = not self.schedule.has_communication
+        graph, producer, holds = self.graph, self.producer, self.holds
+        actions, weights, footprints = self.actions, graph.weights, graph.footprints
+        send = Role.SEND
         for node in graph.nodes_of(rank):
-            action = actions[node]
-            kind, stage, _, parts, _ = action
-            rule = RULES[kind]
-            products = rule.produces(table, action)
-            for product in products:
-                if product in producer:
+            footprint = footprints[node]
+            if isinstance(footprint, tuple):
+                weights[node] = self.costs.duration_of(actions[node])
+                for part, own in zip(actions[node].parts, footprint, strict=True):
+                    self._name(node, own, part)
+                for part, own in zip(actions[node].parts, footprint, strict=True):
+                    self._send_unwritten(node, own, part)
+                continue
+            microbatch = actions[node][2] or 0
+            for place in footprint.produces:
+                if producer[place + microbatch] != NONE:
                     raise CannotProceed
-                producer[product] = node
-            role = rule.role
-            if role is Role.SEND:
-                occupied, latency = self.costs.transfer_of(products[0])
-                weights[node] = occupied + latency if self.holds else occupied
-                if latency and not self.holds:
-                    producer[products[0]] = self._add(latency, [node], origin=NONE)
-            elif role is not Role.RECEIVE:
-                weights[node] = (
-                    self.costs.duration_of(action) if parts else durations[kind][stage]  # type: ignore[index]
-                )
-                if has_messages:
-                    self._send_unwritten(rank, node, products)
+                producer[place + microbatch] = node
+            weights[node] = footprint.duration
+            if footprint.role is send:
+                self.num_sends += 1
+                latency = footprint.latency
+                if latency and holds:
+                    weights[node] += latency
+                elif latency:
+                    producer[footprint.produces[0] + microbatch] = self._add(latency, [node])
+            elif footprint.messages:
+                self._send_unwritten(node, footprint, actions[node])
 
-    def _send_unwritten(self, rank: int, node: int, products: tuple[Product, ...]) -> None:
+    def _name(self, node: int, footprint: Footprint, action: Action) -> None:
+        microbatch = action[2] or 0
+        if not 0 <= microbatch < self.find_footprint.num_microbatches:
+            raise CannotProceed
+        for place in footprint.produces:
+            if self.producer[place + microbatch] != NONE:
+                raise CannotProceed
+            self.producer[place + microbatch] = node
+
+    def _send_unwritten(self, node: int, footprint: Footprint, action: Action) -> None:
         """Let the products of a computation travel in a schedule without communication."""
-        for product in products:
-            what, stage, microbatch, _ = product
-            messages = self.messages_of.get((what, stage))
-            if messages is None:
-                messages = self._find_messages(product)
-                self.messages_of[what, stage] = messages
-            for sent, received in messages:
-                occupied, latency = self.costs.transfer_of(sent)
-                last = node
-                if self.holds:
-                    last = self.held_after.get(node, node)
-                    last = self._add(occupied + latency, [last], origin=node)
-                    self.held_after[node] = last
-                    send, _ = self.table.make_message(product, received[1])
-                    self.graph.unwritten_sends[last] = send
-                else:
-                    edge = self.table.ranks_of_message(sent)
-                    ahead = self.edge_free.get(edge, NONE)
-                    # Nothing overtakes on an edge, however small it is.
-                    if occupied or ahead != NONE:
-                        queue = [node] if ahead == NONE else [node, ahead]
-                        last = self.edge_free[edge] = self._add(occupied, queue, origin=node)
-                    if latency:
-                        last = self._add(latency, [last], origin=node)
-                self.producer[received[0], received[1], microbatch, received[3]] = last
+        for received, edge, occupied, latency, consumer in footprint.messages:
+            last = node
+            if self.holds:
+                last = self.held_after.get(node, node)
+                last = self._add(occupied + latency, [last], origin=node)
+                self.held_after[node] = last
+                self.graph.unwritten_sends[last] = self._make_send(action, consumer)
+            else:
+                ahead = self.edge_free.get(edge, NONE)
+                # Nothing overtakes on an edge, however small it is.
+                if occupied or ahead != NONE:
+                    queue = [node] if ahead == NONE else [node, ahead]
+                    last = self.edge_free[edge] = self._add(occupied, queue, origin=node)
+                if latency:
+                    last = self._add(latency, [last], origin=node)
+            self.producer[received + (action[2] or 0)] = last
 
-    def _find_messages(self, product: Product) -> list[tuple[Product, Product]]:
-        table = self.table
-        messages = []
-        for consumer in table.remote_consumers(product):
-            send, receive = table.make_message(product, consumer)
-            messages.append((table.message_of(send), table.produces(receive)[0]))
-        return messages
+    def _make_send(self, action: Action, consumer: int) -> Action:
+        table = self.find_footprint.table
+        for product in table.produces(action):
+            if consumer in table.remote_consumers(product):
+                return table.make_message(product, consumer)[0]
+        raise AssertionError(f"{action} sends nothing to stage {consumer}")
 
-    def _add(self, weight: float, before: list[int], *, origin: int) -> int:
+    def _add(self, weight: float, before: list[int], *, origin: int = NONE) -> int:
         node = len(self.graph.weights)
         self.graph.weights.append(weight)
         self.graph.before.append(before)
@@ -225,79 +241,85 @@ class _Builder:
     # ── who waits for whom ───────────────────────────────────────────────────────────────────
 
     def _draw_row(self, rank: int) -> None:
-        graph, producer, table, holds = self.graph, self.producer, self.table, self.holds
+        graph, producer, holds = self.graph, self.producer, self.holds
         actions, before, issued_after = self.actions, graph.before, graph.issued_after
-        held_after = self.held_after
+        footprints, held_after = graph.footprints, self.held_after
         sharded = self.schedule.sharded_stages
         gathered: dict[int | None, int] = {}
         clock = gather = NONE
         queues: dict[object, int] = {}
-        compute, fused, send, receive = Role.COMPUTE, Role.FUSED, Role.SEND, Role.RECEIVE
+        compute, receive = Role.COMPUTE, Role.RECEIVE
+        in_edge_queues = self.channel == "edge"
         for node in graph.nodes_of(rank):
-            action = actions[node]
-            rule = RULES[action[0]]
-            role = rule.role
+            action, footprint = actions[node], footprints[node]
             issued_after[node] = clock
-            inputs = before[node]
+            if isinstance(footprint, tuple):
+                inputs = []
+                for part, own in zip(action.parts, footprint, strict=True):
+                    inputs += [producer[place + (part[2] or 0)] for place in own.needs]
+                role = compute
+            else:
+                microbatch = action[2] or 0
+                inputs = [producer[place + microbatch] for place in footprint.needs]
+                role = footprint.role
+            if NONE in inputs:
+                raise CannotProceed
             if clock != NONE:
                 inputs.append(clock)
-            try:
-                inputs += [producer[product] for product in rule.needs(table, action)]
-            except KeyError:
-                raise CannotProceed from None
-            if role is compute or role is fused:
+            before[node] = inputs
+            if role is compute:
                 if sharded:
                     for part in simple_actions(action):
                         if part.stage in sharded:
                             if part.stage not in gathered:
                                 raise CannotProceed
                             inputs.append(gathered[part.stage])
-                clock = held_after.get(node, node)
-            elif role is send or role is receive:
-                if holds:
-                    if role is receive:
-                        self._note_receive(node, action, issued_after[node], NONE)
-                    clock = node
-                    continue
-                sender, receiver = table.ranks_of_message(table.message_of(action))
-                key = self._queue_of(sender, receiver, rank)
-                ahead = queues.get(key, NONE)
-                if ahead != NONE:
-                    inputs.append(ahead)
-                queues[key] = node
+                clock = held_after.get(node, node) if held_after else node
+                continue
+            assert isinstance(footprint, Footprint)
+            if role is receive or role is Role.SEND:
+                ahead = NONE
+                if not holds:
+                    edge = footprint.edge
+                    key = edge if in_edge_queues else self._queue_of(edge, rank)
+                    ahead = queues.get(key, NONE)
+                    if ahead != NONE:
+                        inputs.append(ahead)
+                    queues[key] = node
                 if role is receive:
-                    self._note_receive(node, action, clock, ahead)
-            else:
-                if gather != NONE:
-                    inputs.append(gather)
-                if role is Role.SHARDING:
-                    if rule.gathers:
-                        gathered[action.stage] = node
-                    else:
-                        gathered.pop(action.stage, None)
-                else:
-                    clock = self._meet_partners(node, action, rank, clock)
-                gather = node
+                    self._note_receive(node, inputs[0], microbatch, clock, ahead)
                 if holds:
                     clock = node
+                continue
+            if gather != NONE:
+                inputs.append(gather)
+            if role is Role.REDUCE:
+                inputs += self._inputs_of_whole_stage(action)
+                clock = self._meet_partners(node, action, rank, clock)
+            elif footprint.gathers:
+                gathered[action.stage] = node
+            else:
+                gathered.pop(action.stage, None)
+            gather = node
+            if holds:
+                clock = node
 
-    def _queue_of(self, sender: int, receiver: int, rank: int) -> object:
-        if self.channel == "edge":
-            return sender, receiver
+    def _queue_of(self, edge: tuple[int, int], rank: int) -> object:
         if self.channel == "pair":
-            return receiver if rank == sender else sender
+            return edge[1] if rank == edge[0] else edge[0]
         return None
 
-    def _note_receive(self, node: int, action: Action, clock: int, ahead: int) -> None:
-        table, graph = self.table, self.graph
-        message = table.message_of(action)
-        sender = self.producer[message]
+    def _note_receive(
+        self, node: int, sender: int, microbatch: int, clock: int, ahead: int
+    ) -> None:
+        graph = self.graph
         if sender >= len(self.actions):  # the latency behind the send
             (sender,) = graph.before[sender]
         graph.send_of[node] = sender
-        carried = table.needs(self.actions[sender])[0]
-        origin = self.producer.get(carried)
-        if origin is None:
+        own = graph.footprints[sender]
+        assert isinstance(own, Footprint)
+        origin = self.producer[own.needs[0] + microbatch]
+        if origin == NONE:
             raise CannotProceed
         graph.origins[node] = origin
         self.receives.append((node, clock, ahead))
@@ -309,19 +331,30 @@ class _Builder:
         last_of_edge: dict[tuple[int, int], int] = {}
         for node, clock, ahead in self.receives:
             sender = graph.send_of[node]
-            edge = self.table.ranks_of_message(self.table.message_of(self.actions[node]))
+            own = graph.footprints[node]
+            assert isinstance(own, Footprint)
             # What a receiver takes in another order than it is sent, the verifier must explain.
-            if sender < last_of_edge.get(edge, NONE):
+            if sender < last_of_edge.get(own.edge, NONE):
                 raise CannotProceed
-            last_of_edge[edge] = sender
+            last_of_edge[own.edge] = sender
             if self.meets:
                 if clock != NONE:
                     graph.before[sender].append(clock)
                 if ahead != NONE and self.channel != "edge":
                     graph.before[sender].append(ahead)
-        num_sends = sum(1 for action in self.actions if RULES[action[0]].role is Role.SEND)
-        if num_sends != len(self.receives):
+        if self.num_sends != len(self.receives):
             raise CannotProceed
+
+    def _inputs_of_whole_stage(self, action: Action) -> list[int]:
+        find = self.find_footprint
+        places = [find.place_of(product) for product in find.table.needs(action)]
+        # A product that nobody has named yet has no place in the list: nobody makes it.
+        if any(place >= len(self.producer) for place in places):
+            raise CannotProceed
+        inputs = [self.producer[place] for place in places]
+        if NONE in inputs:
+            raise CannotProceed
+        return inputs
 
     def _meet_partners(self, node: int, action: Action, rank: int, clock: int) -> int:
         """Copies of a stage reduce together: the ranks wait for each other. Returns the node at
@@ -329,7 +362,7 @@ class _Builder:
         placement = self.schedule.placement
         partners = [
             partner
-            for partner in self.table.partners_of(action)
+            for partner in self.find_footprint.table.partners_of(action)
             if partner.stage is not None and placement.rank_of(partner.stage) != rank
         ]
         if not partners:
@@ -337,7 +370,7 @@ class _Builder:
         group = tuple(sorted([action, *partners], key=str))
         meeting = self.meetings.get(group)
         if meeting is None:
-            meeting = self.meetings[group] = self._add(0.0, [], origin=NONE)
+            meeting = self.meetings[group] = self._add(0.0, [])
             self.arrived[group] = 0
         self.arrived[group] += 1
         graph = self.graph
@@ -355,25 +388,33 @@ def find_times(
     """
     before, weights = graph.before, graph.weights
     count = len(weights)
-    missing = [0] * count
-    after: list[list[int]] = [[] for _ in range(count)]
-    for node, earlier in enumerate(before):
-        missing[node] = len(earlier)
-        for other in earlier:
-            after[other].append(node)
-    starts, ends = [0.0] * count, [0.0] * count
-    order = [node for node in range(count) if not missing[node]]
-    for node in order:
-        start = starts[node]
-        if fill is not None:
-            start = starts[node] = fill(node, start)
-        end = ends[node] = start + weights[node]
-        for other in after[node]:
-            if end > starts[other]:
-                starts[other] = end
-            missing[other] -= 1
-            if not missing[other]:
-                order.append(other)
-    if len(order) != count:
-        raise CannotProceed
+    starts = [0.0] * count
+    ends = [UNKNOWN] * count
+    is_pending = bytearray(count)
+    order: list[int] = []
+    for root in range(count):
+        if ends[root] != UNKNOWN:
+            continue
+        is_pending[root] = True
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            start = 0.0
+            for earlier in before[node]:
+                end = ends[earlier]
+                if end > start:
+                    start = end
+                elif end == UNKNOWN:
+                    if is_pending[earlier]:
+                        raise CannotProceed
+                    is_pending[earlier] = True
+                    stack.append(earlier)
+                    break
+            else:
+                if fill is not None:
+                    start = fill(node, start)
+                starts[node] = start
+                ends[node] = start + weights[node]
+                order.append(node)
+                stack.pop()
     return starts, ends, order

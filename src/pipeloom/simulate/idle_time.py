@@ -16,7 +16,6 @@ so the causes add up to all idle time.
 from __future__ import annotations
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import RULES, Role
 from pipeloom.ir.timeline import IdleSpan
 from pipeloom.simulate.graph import NONE, EventGraph
 
@@ -50,10 +49,10 @@ class _Row:
 
     def explain(self, makespan: float) -> list[IdleSpan]:
         graph = self.graph
-        actions, starts, ends = graph.actions, self.starts, self.ends
+        starts, ends = self.starts, self.ends
         cursor, previous = 0.0, NONE
         for node in graph.nodes_of(self.rank):
-            if RULES[actions[node][0]].lane != "compute":
+            if not graph.is_compute(node):
                 continue
             start = starts[node]
             if start > cursor:
@@ -86,7 +85,7 @@ class _Row:
             return cursor
         graph, ends = self.graph, self.ends
         origin = graph.origins.get(cause, NONE)
-        if origin == NONE and cause < graph.num_actions and self._is_compute(cause):
+        if origin == NONE and graph.is_compute(cause):
             origin = cause
         if origin != NONE and graph.rank_of(origin) != self.rank:
             middle = min(max(cursor, ends[origin]), end)
@@ -143,12 +142,9 @@ class _Row:
 
     def _when_it_came(self, node: int) -> tuple[float, float]:
         origin = self.graph.origins.get(node, NONE)
-        if origin == NONE and node < self.graph.num_actions and self._is_compute(node):
+        if origin == NONE and self.graph.is_compute(node):
             origin = node
         return self.ends[node], -1.0 if origin == NONE else self.ends[origin]
-
-    def _is_compute(self, node: int) -> bool:
-        return RULES[self.graph.actions[node][0]].role in (Role.COMPUTE, Role.FUSED)
 
     def _add(self, start: float, end: float, cause: str, awaited: int, node: int) -> None:
         graph = self.graph

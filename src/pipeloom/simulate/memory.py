@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import RULES, Dependencies, Product, Role, simple_actions
-from pipeloom.ir.occupancy import walk_changes
 from pipeloom.ir.timeline import MemoryCurve, PeakMemory
+from pipeloom.simulate.footprint import Footprint
 from pipeloom.simulate.graph import NONE, EventGraph
 
 #: A sum must exceed the peak by more than rounding to be a new one.
@@ -35,133 +35,144 @@ def find_memory(
     costs: ScheduleCosts, graph: EventGraph, starts: list[float], ends: list[float]
 ) -> list[RankMemory]:
     """The memory of every rank over time."""
-    return [
-        _walk_rank(costs, graph, starts, ends, rank) for rank in range(costs.schedule.num_ranks)
-    ]
+    ranks = range(costs.schedule.num_ranks)
+    return [_Walk(costs, graph, starts, ends, rank).run() for rank in ranks]
 
 
-def _walk_rank(
-    costs: ScheduleCosts, graph: EventGraph, starts: list[float], ends: list[float], rank: int
-) -> RankMemory:
-    table, size_of = costs.schedule.dependencies, costs.size_of
-    nodes = graph.nodes_of(rank)
-    row = graph.actions[nodes.start : nodes.stop]
-    static = {name: size for name, size in costs.static_memory[rank].items() if size}
-    recorder = _Recorder(static)
-    now = 0.0
-    for node, change in zip(nodes, walk_changes(table, row, size_of), strict=True):
-        action = row[node - nodes.start]
-        if not (change.begun or change.ended or change.left_behind):
-            continue
-        # What a rank only posts takes memory from the moment the rank comes to it.
-        begin = starts[node]
-        if RULES[action[0]].role is Role.RECEIVE:
-            clock = graph.issued_after[node]
-            begin = 0.0 if clock == NONE else ends[clock]
-        now = max(now, begin)
-        recorder.begin(now, action, change.begun)
-        now = max(now, ends[node]) if change.ended or change.left_behind else now
-        recorder.end(now, action, change.ended, change.left_behind)
-    curve = MemoryCurve(rank, *recorder.curve())
-    alive = [(f"{name} of rank {rank}", size) for name, size in static.items()]
-    alive += [(_describe(table, product, by), size) for product, size, by in recorder.at_peak()]
-    alive.sort(key=lambda item: -item[1])
-    return RankMemory(
-        curve,
-        PeakMemory(
-            rank=rank,
-            total=recorder.peak,
-            time=recorder.peak_time,
-            action=recorder.peak_action,
-            categories=recorder.peak_categories,
-            alive=tuple(alive),
-        ),
-    )
+class _Walk:
+    """Follows one rank's order.
 
+    The order has run, so nothing is freed that is not there: what an action changes is the same
+    for every microbatch, and only sums have to be kept. Who is alive is worked out for the peak.
+    """
 
-class _Recorder:
-    """Follows the changes of one rank and remembers the largest sum."""
-
-    def __init__(self, static: dict[str, float]) -> None:
-        self.static_total = sum(static.values())
-        self.now: dict[str, float] = dict(static)
-        self.total = self.static_total
+    def __init__(
+        self,
+        costs: ScheduleCosts,
+        graph: EventGraph,
+        starts: list[float],
+        ends: list[float],
+        rank: int,
+    ) -> None:
+        self.graph, self.starts, self.ends, self.rank = graph, starts, ends, rank
+        static = costs.static_memory[rank]
+        self.static = {name: size for name, size in static.items() if size}
+        self.now: dict[str, float] = dict(self.static)
+        self.total = sum(self.static.values())
+        self.peak, self.peak_time, self.peak_node = self.total, 0.0, NONE
+        self.peak_categories = dict(self.static)
         self.times: list[float] = [0.0]
         self.totals: list[float] = [self.total]
         #: Per category: (index in ``times``, amount from there on).
         self.changes: dict[str, list[tuple[int, float]]] = {
-            name: [(0, size)] for name, size in static.items()
+            name: [(0, size)] for name, size in self.static.items()
         }
-        self.peak, self.peak_time = self.total, 0.0
-        self.peak_action: Action | None = None
-        self.peak_categories: dict[str, float] = dict(static)
-        self.alive: dict[Product, tuple[float, Action]] = {}
-        self._alive_at_peak: dict[Product, tuple[float, Action]] | None = None
 
-    def begin(self, time: float, action: Action, begun: tuple[tuple[Product, float], ...]) -> None:
-        for product, size in begun:
-            self.alive[product] = (size, action)
-            self._change(product[0], size)
-        self._note(time, begun)
-        if self.total > self.peak + ROUNDING * abs(self.peak):
-            self.peak, self.peak_time, self.peak_action = self.total, time, action
-            self.peak_categories = dict(self.now)
-            self._alive_at_peak = None
+    def run(self) -> RankMemory:
+        graph, starts, ends = self.graph, self.starts, self.ends
+        now = 0.0
+        for node in graph.nodes_of(self.rank):
+            begun, ended, left_behind = self._changes_of(node)
+            if begun:
+                # What a rank only posts takes memory from the moment the rank comes to it.
+                clock = graph.issued_after[node]
+                start = starts[node]
+                if node in graph.send_of:
+                    start = 0.0 if clock == NONE else ends[clock]
+                if start > now:
+                    now = start
+                self._change(now, begun, 1)
+                if self.total > self.peak + ROUNDING * self.peak:
+                    self.peak, self.peak_time, self.peak_node = self.total, now, node
+                    self.peak_categories = dict(self.now)
+            if ended or left_behind:
+                if ends[node] > now:
+                    now = ends[node]
+                self._change(now, ended, -1)
+                self._change(now, left_behind, 1)
+        return RankMemory(MemoryCurve(self.rank, *self._curve()), self._describe_peak())
 
-    def end(
-        self,
-        time: float,
-        action: Action,
-        ended: tuple[tuple[Product, float], ...],
-        left_behind: tuple[tuple[Product, float], ...],
-    ) -> None:
-        if ended and self._alive_at_peak is None:
-            # Only now can what is alive shrink; copying at every new peak would be quadratic.
-            self._alive_at_peak = dict(self.alive)
-        for product, size in ended:
-            self.alive.pop(product, None)
-            self._change(product[0], -size)
-        for product, size in left_behind:
-            self.alive[product] = (size, action)
-            self._change(product[0], size)
-        self._note(time, (*ended, *left_behind))
+    def _changes_of(self, node: int) -> tuple[_Changes, _Changes, _Changes]:
+        footprint = self.graph.footprints[node]
+        if isinstance(footprint, Footprint):
+            return footprint.begun, footprint.ended, footprint.left_behind
+        return (
+            tuple(change for part in footprint for change in part.begun),
+            tuple(change for part in footprint for change in part.ended),
+            tuple(change for part in footprint for change in part.left_behind),
+        )
 
-    def _change(self, category: str, size: float) -> None:
-        self.total += size
-        self.now[category] = self.now.get(category, 0.0) + size
-
-    def _note(self, time: float, changed: tuple[tuple[Product, float], ...]) -> None:
-        if not changed:
+    def _change(self, time: float, changes: _Changes, sign: int) -> None:
+        if not changes:
             return
-        if self.times[-1] != time:
-            self.times.append(time)
-            self.totals.append(self.total)
-        else:
-            self.totals[-1] = self.total
-        index = len(self.times) - 1
-        for category in {product[0] for product, _ in changed}:
-            self.changes.setdefault(category, []).append((index, self.now[category]))
+        times, totals, now = self.times, self.totals, self.now
+        if times[-1] != time:
+            times.append(time)
+            totals.append(0.0)
+        index = len(times) - 1
+        for _, category, size in changes:
+            self.total += sign * size
+            amount = now[category] = now.get(category, 0.0) + sign * size
+            history = self.changes.setdefault(category, [])
+            if history and history[-1][0] == index:
+                history[-1] = (index, amount)
+            else:
+                history.append((index, amount))
+        totals[index] = self.total
 
-    def curve(self) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, tuple[float, ...]]]:
+    def _curve(self) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, tuple[float, ...]]]:
         categories = {}
         for category, changes in self.changes.items():
-            values = [0.0] * len(self.times)
-            position, amount = 0, 0.0
-            for index, after in [*changes, (len(self.times), 0.0)]:
-                values[position:index] = [amount] * (index - position)
-                position, amount = index, after
-            if any(values):
-                categories[category] = tuple(values)
+            values: list[float] = []
+            amount = 0.0
+            for index, after in changes:
+                if index > len(values):
+                    values += [amount] * (index - len(values))
+                amount = after
+            values += [amount] * (len(self.times) - len(values))
+            categories[category] = tuple(values)
         return tuple(self.times), tuple(self.totals), categories
 
-    def at_peak(self) -> list[tuple[Product, float, Action]]:
-        """(product, size, what made it) of everything alive at the peak."""
-        alive = self.alive if self._alive_at_peak is None else self._alive_at_peak
-        return [(product, size, by) for product, (size, by) in alive.items() if size]
+    def _describe_peak(self) -> PeakMemory:
+        alive = [(f"{name} of rank {self.rank}", size) for name, size in self.static.items()]
+        alive += self._find_alive()
+        alive.sort(key=lambda item: -item[1])
+        return PeakMemory(
+            rank=self.rank,
+            total=self.peak,
+            time=self.peak_time,
+            action=self.graph.action_of(self.peak_node),
+            categories=self.peak_categories,
+            alive=tuple(alive),
+        )
+
+    def _find_alive(self) -> list[tuple[str, float]]:
+        """Who is alive at the peak: the order once more, up to there."""
+        if self.peak_node == NONE:
+            return []
+        alive: dict[int, tuple[str, Action, float]] = {}
+        first = self.graph.first_nodes[self.rank]
+        for node in range(first, self.peak_node + 1):
+            for part, footprint in self._parts_of(node):
+                microbatch = part[2] or 0
+                for place, category, size in footprint.begun:
+                    alive[place + microbatch] = (category, part, size)
+            if node == self.peak_node:
+                break
+            for part, footprint in self._parts_of(node):
+                microbatch = part[2] or 0
+                for place, _, _ in footprint.ended:
+                    alive.pop(place + microbatch, None)
+                for place, category, size in footprint.left_behind:
+                    alive[place + microbatch] = (category, part, size)
+        return [(f"{category} {part}", size) for category, part, size in alive.values()]
+
+    def _parts_of(self, node: int) -> Iterator[tuple[Action, Footprint]]:
+        action, footprint = self.graph.actions[node], self.graph.footprints[node]
+        if isinstance(footprint, Footprint):
+            yield action, footprint
+        else:
+            yield from zip(action.parts, footprint, strict=True)
 
 
-def _describe(table: Dependencies, product: Product, made_by: Action) -> str:
-    for part in simple_actions(made_by):
-        if product in table.allocates(part):
-            return f"{product[0]} {part}"
-    return f"{product[0]} {made_by}"
+_Changes = tuple[tuple[int, str, float], ...]
