@@ -62,6 +62,13 @@ class Action(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
+        try:
+            return self._text()
+        except (AttributeError, TypeError):
+            # Made in Python of things no action has; the verifier still has to name it.
+            return f"Action{tuple(self)}"
+
+    def _text(self) -> str:
         kind, stage, microbatch, parts, peer = self
         if parts:
             return f"({';'.join(map(str, parts))}){kind._value_}"

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind
@@ -505,7 +505,12 @@ def find_malformed(action: Action) -> str | None:
     >>> find_malformed(Action(Kind.F, 2))
     'F needs a microbatch'
     """
-    kind, stage, microbatch, parts, peer = action
+    fields: tuple[Any, ...] = action  # nothing has checked their types
+    kind, stage, microbatch, parts, peer = fields
+    if not isinstance(kind, Kind):
+        return f"its kind must be a Kind, not {kind!r}"
+    if not isinstance(parts, tuple):
+        return f"its parts must be a tuple of actions, not {parts!r}"
     rule = RULES[kind]
     if rule.role is Role.FUSED:
         if stage is not None or microbatch is not None or peer is not None:
@@ -513,6 +518,8 @@ def find_malformed(action: Action) -> str | None:
         if len(parts) < 2:
             return f"{kind} needs at least two parts"
         for part in parts:
+            if not isinstance(part, Action):
+                return f"{kind} can only fuse actions, not {part!r}"
             problem = find_malformed(part)
             if problem is None and RULES[part.kind].role is not Role.COMPUTE:
                 problem = f"{kind} can only fuse computations, not {part}"
@@ -521,9 +528,12 @@ def find_malformed(action: Action) -> str | None:
         return None
     if parts:
         return f"{kind} has no parts"
-    if stage is None or stage < 0:
+    for what, number in (("stage", stage), ("microbatch", microbatch), ("peer", peer)):
+        if number is not None and (type(number) is not int or number < 0):
+            return f"its {what} must be a number from 0 up, not {number!r}"
+    if stage is None:
         return f"{kind} needs a stage"
-    if rule.has_microbatch and (microbatch is None or microbatch < 0):
+    if rule.has_microbatch and microbatch is None:
         return f"{kind} needs a microbatch"
     if not rule.has_microbatch and microbatch is not None:
         return f"{kind} concerns a whole stage and has no microbatch"

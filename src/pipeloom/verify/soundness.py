@@ -220,7 +220,7 @@ class _Sorter:
 
     def find_problem(self, action: Action) -> tuple[str, str, str] | None:
         """(code, why, hint) of what makes an action impossible here."""
-        if type(action) is not Action or not isinstance(action.kind, Kind):
+        if type(action) is not Action:
             return (
                 "MALFORMED_ACTION",
                 f"{action!r} is no Action but a {type(action).__name__}",
