@@ -32,6 +32,8 @@ class Truth:
 def accumulate(module: nn.Module, microbatches: Sequence[Microbatch]) -> Truth:
     """A plain accumulation loop over the microbatches, on a copy of the module."""
     truth = Truth(copy.deepcopy(module), [])
+    for mine, theirs in zip(truth.module.parameters(), module.parameters(), strict=True):
+        mine.grad = theirs.grad.clone() if theirs.grad is not None else None
     for inputs in microbatches:
         leaves = fresh(inputs)
         outputs = flat(truth.module(*leaves))

@@ -113,7 +113,7 @@ def test_overwriting_what_weight_needs_is_an_error_that_names_the_parameter() ->
     backward.input(saved, [torch.ones_like(y)])
     with torch.no_grad():
         x.zero_()
-    with pytest.raises(BackwardError, match="stage 1, microbatch 2: .*overwritten") as caught:
+    with pytest.raises(BackwardError, match=r"stage 1, microbatch 2: .*overwritten") as caught:
         backward.weight(saved)
     assert caught.value.parameters == ("0.weight",)
 
@@ -220,7 +220,9 @@ def test_nothing_waits_for_the_garbage_collector(method: str) -> None:
             watched = [weakref.ref(t) for t in (x, y, grad)]
             del x, y
             backward.input(saved, [grad])
-            watched += [weakref.ref(t) for t in getattr(saved.pending, "tensors", list)()]
+            kept = getattr(saved.pending, "tensors", list)()
+            watched += [weakref.ref(t) for t in kept if not isinstance(t, nn.Parameter)]
+            del kept
             del grad
             backward.weight(saved)
             del saved
@@ -235,14 +237,14 @@ def test_a_transformer_holds_less_between_input_and_weight_than_after_forward() 
     x = torch.randn(1, 48, 32, requires_grad=True)
     saved_by_forward = bytes_saved_by_forward(module, [x])
     held = {}
-    for limit in (None, 0.9):
+    for limit in (None, 0.77):
         backward = choose_method(module, hold_at_most=limit)
         y = module(x)
         saved = backward.save(microbatch=0, inputs=[x], outputs=[y])
         backward.input(saved, [torch.ones_like(y)])
         held[limit] = backward.held_bytes(saved)
         backward.weight(saved)
-    assert held[0.9] <= 0.9 * saved_by_forward < held[None]
+    assert held[0.77] <= 0.77 * saved_by_forward < held[None] <= 0.9 * saved_by_forward
 
 
 def test_products_computed_early_are_counted_once_and_heard_of_at_weight() -> None:
@@ -250,7 +252,7 @@ def test_products_computed_early_are_counted_once_and_heard_of_at_weight() -> No
     module = nn.Sequential(*(Block(32) for _ in range(4))).to(DTYPE)
     batches = [[torch.randn(1, 48, 32, dtype=DTYPE, requires_grad=True)] for _ in range(3)]
     truth = accumulate(module, batches)
-    backward = choose_method(module)
+    backward = choose_method(module, hold_at_most=0.77)
     for index, inputs in enumerate(batches):
         saved = run_forward(backward, module, inputs, index)
         backward.input(saved, truth.output_grads[index])

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
+from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge
 
 __all__ = ["Pending", "Product", "add_early", "add_weight_gradients", "weight_gradients"]
@@ -171,13 +172,17 @@ def weight_gradients(pending: Pending) -> dict[int, Tensor]:
 def _run_again(
     pending: Pending, edges: Sequence[GradientEdge], asked: Sequence[Edge], grads: Sequence[Tensor]
 ) -> list[tuple[Edge, Tensor]]:
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        edges,
-        [pending.edge(edge) for edge in asked],
-        grads,
-        retain_graph=True,
-        allow_unused=True,
-    )
+    parameters = [
+        pending.nodes[node].variable for node, _ in asked if node in pending.plan.leaf_set
+    ]
+    with muted_hooks(parameters):
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            edges,
+            [pending.edge(edge) for edge in asked],
+            grads,
+            retain_graph=True,
+            allow_unused=True,
+        )
     return [(edge, grad) for edge, grad in zip(asked, found, strict=True) if grad is not None]
 
 

@@ -9,6 +9,7 @@ for::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,11 +44,12 @@ class Boxes(saved_tensors_hooks):
     """Around a forward: puts what the graph saves into boxes."""
 
     def __init__(self) -> None:
-        contents: list[Box] = []
+        # Weak, since what is saved holds on to ``pack``: the graph alone keeps boxes alive.
+        contents: list[weakref.ref[Box]] = []
 
         def pack(tensor: Tensor) -> Box:
             box = Box(tensor)
-            contents.append(box)
+            contents.append(weakref.ref(box))
             return box
 
         super().__init__(pack, Box.open)
@@ -56,10 +58,10 @@ class Boxes(saved_tensors_hooks):
     def keep_only(self, nodes: Iterable[Any]) -> list[Tensor]:
         """Empty every box but those of ``nodes``; returns what stays."""
         kept = {id(box): box for node in nodes for box in _boxes_of(node)}
-        for box in self.contents:
-            if id(box) not in kept:
+        for reference in self.contents:
+            box = reference()
+            if box is not None and id(box) not in kept:
                 box.tensor = None
-        self.contents = list(kept.values())
         return [box.tensor for box in kept.values() if box.tensor is not None]
 
 

@@ -99,6 +99,7 @@ class Plan:
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
     leaves: tuple[int, ...]  # every parameter's node
+    leaf_set: frozenset[int]
     deferred_leaves: frozenset[int]
 
 
@@ -349,6 +350,7 @@ def make_plan(
         in_place=frozenset(leaf for leaf in planner.leaves if group.get(leaf) not in indirect),
         weight_only=frozenset(group),
         leaves=planner.leaves,
+        leaf_set=planner.leaf_set,
         deferred_leaves=frozenset(reachable_later & planner.leaf_set - spoiled_or_now),
     )
 

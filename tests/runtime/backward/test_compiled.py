@@ -1,0 +1,95 @@
+"""Stages with compiled code: what works, and what is refused when a pipeline is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import BackwardMethodError
+from pipeloom.runtime.backward import check_compiled, choose_method
+from tests.runtime.backward.harness import (
+    accumulate,
+    assert_same_inputs,
+    assert_same_parameters,
+    run_split,
+)
+from tests.runtime.backward.zoo import DTYPE, WIDTH, feed
+
+torch.set_num_threads(1)
+
+
+class Half(nn.Module):
+    """A plain linear layer around a part that can be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.middle(self.plain(x)))
+
+
+def stage(where: str) -> nn.Module:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = Half().to(DTYPE)
+    if where == "block":
+        module.middle.compile(backend="aot_eager")
+    elif where == "function":
+        module.middle.forward = torch.compile(module.middle.forward, backend="aot_eager")
+    elif where == "stage":
+        return torch.compile(module, backend="aot_eager")
+    return module
+
+
+@pytest.mark.parametrize("method", ["auto", "deferred"])
+@pytest.mark.parametrize("where", ["block", "function", "nowhere"])
+def test_what_is_outside_compiled_code_is_deferred(where: str, method: str) -> None:
+    module = stage(where)
+    batches = [feed("mlp") for _ in range(4)]
+    truth = accumulate(stage("nowhere"), batches)
+    backward = choose_method(module, method=method)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert {"plain.weight", "plain.bias"} <= set(backward.choice.deferred)
+    inside = {"middle.0.weight", "middle.0.bias"}
+    assert inside <= set(
+        backward.choice.deferred if where == "nowhere" else backward.choice.computed_in_input
+    )
+
+
+def test_a_compiled_stage_runs_whole_and_says_how_to_defer() -> None:
+    module = stage("stage")
+    batches = [feed("mlp") for _ in range(3)]
+    truth = accumulate(stage("nowhere"), batches)
+    backward = choose_method(module)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module._orig_mod, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert backward.choice.method == "whole"
+    assert "leave the linear layers outside torch.compile" in backward.choice.reason
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "words"),
+    [
+        ("stage", "graph", "the stage itself"),
+        ("stage", "deferred", "compile parts without large weights"),
+        ("block", "graph", "its part 'middle'"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_built(where: str, method: str, words: str) -> None:
+    module = stage(where)
+    with pytest.raises(BackwardMethodError, match=words):
+        check_compiled(module, method)
+    with pytest.raises(BackwardMethodError, match='use method="auto"|or use method="auto"'):
+        choose_method(module, method=method)
+
+
+@pytest.mark.parametrize("method", ["auto", "whole"])
+@pytest.mark.parametrize("where", ["stage", "block"])
+def test_everything_else_is_accepted(where: str, method: str) -> None:
+    check_compiled(stage(where), method)
