@@ -62,16 +62,24 @@ _MODULE_OF = {
     "verify": "pipeloom.verify.verifier",
     "StageCosts": "pipeloom.cost.constant",
     "UniformCosts": "pipeloom.cost.constant",
+    "costs_from_timelines": "pipeloom.cost.from_profile",
+    "load_costs": "pipeloom.cost.files",
+    "save_costs": "pipeloom.cost.files",
     "Link": "pipeloom.cost.network",
     "Network": "pipeloom.cost.network",
     "Span": "pipeloom.ir.timeline",
     "Timeline": "pipeloom.ir.timeline",
+    "align_timeline": "pipeloom.ir.timeline_comparison",
+    "compare_timelines": "pipeloom.ir.timeline_comparison",
+    "load_timeline": "pipeloom.ir.timeline_json",
     "simulate": "pipeloom.simulate.engine",
     "analyse": "pipeloom.simulate.analysis",
 }
 
 if TYPE_CHECKING:
     from pipeloom.cost.constant import StageCosts, UniformCosts
+    from pipeloom.cost.files import load_costs, save_costs
+    from pipeloom.cost.from_profile import costs_from_timelines
     from pipeloom.cost.network import Link, Network
     from pipeloom.ir.action import Action, Kind
     from pipeloom.ir.notation import format_grid, parse_action, parse_grid
@@ -79,6 +87,8 @@ if TYPE_CHECKING:
     from pipeloom.ir.schedule import Schedule, make_schedule
     from pipeloom.ir.serialization import load_schedule
     from pipeloom.ir.timeline import Span, Timeline
+    from pipeloom.ir.timeline_comparison import align_timeline, compare_timelines
+    from pipeloom.ir.timeline_json import load_timeline
     from pipeloom.ir.topology import Topology
     from pipeloom.passes.pipeline import PassPipeline, lower
     from pipeloom.runtime.boundary import Routed
@@ -123,16 +133,22 @@ __all__ = [
     "UniformCosts",
     "VerificationError",
     "Violation",
+    "align_timeline",
     "analyse",
     "build_schedule",
+    "compare_timelines",
+    "costs_from_timelines",
     "format_grid",
     "list_schedules",
+    "load_costs",
     "load_schedule",
+    "load_timeline",
     "lower",
     "make_schedule",
     "parse_action",
     "parse_grid",
     "register_schedule",
+    "save_costs",
     "simulate",
     "verify",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.cost.constant import StageCosts, UniformCosts
+from pipeloom.cost.files import load_costs, save_costs
 from pipeloom.cost.model import CostModel, ScheduleCosts
 from pipeloom.cost.network import Link, Network
 
@@ -13,4 +14,6 @@ __all__ = [
     "ScheduleCosts",
     "StageCosts",
     "UniformCosts",
+    "load_costs",
+    "save_costs",
 ]
