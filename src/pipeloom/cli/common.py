@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeloom.errors import ParseError, ScheduleError
+from pipeloom.errors import ParseError, PipeloomError, ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import load_schedule
 
@@ -56,15 +56,19 @@ NameOrFile = Annotated[
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option("-r", "--ranks", min=1, help="Ranks.", show_default=False)
+    int | None, typer.Option("-r", "--ranks", metavar="N", min=1, help="Ranks.", show_default=False)
 ]
 Microbatches = Annotated[
     int | None,
-    typer.Option("-m", "--microbatches", min=1, help="Microbatches.", show_default=False),
+    typer.Option(
+        "-m", "--microbatches", metavar="N", min=1, help="Microbatches.", show_default=False
+    ),
 ]
 Chunks = Annotated[
     int | None,
-    typer.Option("-v", "--chunks", min=1, help="Stages per rank and chain.", show_default=False),
+    typer.Option(
+        "-v", "--chunks", metavar="N", min=1, help="Stages per rank and chain.", show_default=False
+    ),
 ]
 Options = Annotated[
     list[str] | None,
@@ -128,9 +132,23 @@ def resolve_schedule(
 
 
 def is_file(name_or_file: str) -> bool:
-    """True for what is meant as a file: by its suffix, or because it is there."""
+    """True for what is meant as a file; a file whose name is that of a schedule needs its path.
+
+    >>> is_file("mine.csv"), is_file("./zbv"), is_file("zbv")
+    (True, True, False)
+    """
     path = Path(name_or_file)
-    return path.suffix.lower() in SCHEDULE_SUFFIXES or path.is_file()
+    if path.suffix.lower() in SCHEDULE_SUFFIXES or path.name != name_or_file:
+        return True
+    return bool(path.suffix) and path.is_file()
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written before any work is done for it."""
+    if not path.parent.is_dir():
+        raise PipeloomError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise PipeloomError(f"{path} cannot be written: it is a folder")
 
 
 def parse_options(settings: Iterable[str]) -> dict[str, Any]:

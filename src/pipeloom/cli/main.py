@@ -19,6 +19,7 @@ import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
@@ -148,4 +149,8 @@ def _options(
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # Where the terminal cannot show a character, a "?" is better than no output.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app(prog_name="pipeloom")

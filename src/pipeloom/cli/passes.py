@@ -18,6 +18,7 @@ from pipeloom.cli.common import (
     Sends,
     SendsChoice,
     TopologyOption,
+    check_target,
     print_json,
     resolve_schedule,
 )
@@ -69,6 +70,8 @@ def run(
     if name_or_file is None:
         _list_passes(as_json=as_json)
         return
+    if save is not None:
+        check_target(save)
     schedule = resolve_schedule(
         name_or_file,
         ranks=ranks,

@@ -17,6 +17,7 @@ from pipeloom.cli.common import (
     Options,
     Ranks,
     TopologyOption,
+    check_target,
     resolve_schedule,
 )
 from pipeloom.ir.notation import format_grid
@@ -59,6 +60,8 @@ def run(
     Without --lower it is the order of computations; sends and receives are shown where a file has
     them.
     """
+    for path in save or ():
+        check_target(path)
     schedule = resolve_schedule(
         name_or_file,
         ranks=ranks,

@@ -121,23 +121,36 @@ def _compare(old: Sequence[Action], new: Sequence[Action]) -> Iterator[Cell]:
     steady = _longest_increasing([place for place in places if place is not None])
     kept = set(new_keys)
     gone = [index for index, key in enumerate(old_keys) if key not in kept]
-    boundaries = iter([*sorted(steady), len(old)])
-    next_gone = 0
-
-    def take_gone() -> Iterator[Cell]:
-        """What stood before the next unmoved action."""
-        nonlocal next_gone
-        boundary = next(boundaries)
-        while next_gone < len(gone) and gone[next_gone] < boundary:
-            yield Cell("-", old[gone[next_gone]])
+    steady_in_order = [*sorted(steady), len(old)]
+    next_steady = next_gone = 0
+    came: list[Cell] = []
+    for action, place in zip([*new, None], [*places, len(old)], strict=True):
+        if place != steady_in_order[next_steady]:
+            assert action is not None
+            came.append(Cell("+" if place is None else "~", action))
+            continue
+        # Between two unmoved actions: what went, next to what came in its place.
+        first_gone = next_gone
+        while next_gone < len(gone) and gone[next_gone] < place:
             next_gone += 1
+        yield from _interleave([Cell("-", old[i]) for i in gone[first_gone:next_gone]], came)
+        if action is not None:
+            yield Cell(" ", action)
+        came = []
+        next_steady += 1
 
-    yield from take_gone()
-    for action, place in zip(new, places, strict=True):
-        is_steady = place is not None and place in steady
-        yield Cell("+" if place is None else " " if is_steady else "~", action)
-        if is_steady:
-            yield from take_gone()
+
+def _interleave(went: list[Cell], came: list[Cell]) -> Iterator[Cell]:
+    """What came follows what went of the same stage and microbatch; both keep their order."""
+    last_of = {cell.action[1:3]: index for index, cell in enumerate(went)}
+    next_went = 0
+    for cell in came:
+        last = last_of.get(cell.action[1:3], -1)
+        if cell.mark == "+" and last >= next_went:
+            yield from went[next_went : last + 1]
+            next_went = last + 1
+        yield cell
+    yield from went[next_went:]
 
 
 def _number_repeats(row: Sequence[Action]) -> list[tuple[Action, int]]:
