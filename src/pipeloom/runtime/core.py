@@ -189,11 +189,11 @@ class PipelineCore:
         self._begin(program, executors, batches, losses, return_output)
         try:
             drive(executors)
-            self._transport.end_step()
             if training:
                 for runner in self._runners.values():
                     finish_arguments(runner.argument_gradients)
             result = self._finish(program, losses, return_output)
+            self._transport.end_step()
         except StepError as error:
             self._fail(error, error.__cause__)
         except BaseException as error:
@@ -336,7 +336,10 @@ class PipelineCore:
         self._failure = copy(error).with_traceback(None)
         for exchange in set(self._parts.exchanges.values()):
             exchange.restore()
-        self._transport.fail(self._failure)
+        agreed = self._transport.fail(self._failure)
+        if agreed is not self._failure and str(agreed) != str(error):
+            # Another rank failed first; its error is the one that all ranks raise.
+            self._failure, error = agreed, copy(agreed)
         if isinstance(cause, BaseException) and not isinstance(cause, Exception):
             raise cause
         raise error from cause
