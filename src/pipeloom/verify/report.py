@@ -143,7 +143,9 @@ class Report:
         omitted: Counter[str] = Counter()
         for number, violation in enumerate(self.violations, start=1):
             code = violation.code
-            if printed[code] >= MOST_PRINTED_PER_CODE or printed.total() >= MOST_PRINTED:
+            # The first of every code is printed, however long the report.
+            enough = MOST_PRINTED_PER_CODE if printed.total() < MOST_PRINTED else 1
+            if printed[code] >= enough:
                 omitted[code] += 1
                 continue
             printed[code] += 1

@@ -44,10 +44,10 @@ def explain_deadlock(machine: Machine) -> Iterator[Violation]:
     """Every circle of waits, none sharing a node with another; or one wait that has no end."""
     graph = _Graph(machine)
     told: set[Node] = set()
-    for cycle in graph.find_cycles():
+    for approach, cycle in graph.find_cycles():
         if told.isdisjoint(cycle):
             told.update(cycle)
-            yield graph.tell_cycle(cycle)
+            yield graph.tell_cycle(approach, cycle)
     if not told:
         yield graph.tell_endless(graph.find_endless())
 
@@ -147,8 +147,9 @@ class _Graph:
 
     # ── circles ──────────────────────────────────────────────────────────────────────────────
 
-    def find_cycles(self) -> Iterator[list[Node]]:
-        """A circle for every edge that leads back into the path of a depth-first walk."""
+    def find_cycles(self) -> Iterator[tuple[list[Node], list[Node]]]:
+        """A circle, and the way to it, for every edge that leads back into the path of a
+        depth-first walk."""
         finished: set[Node] = set()
         for start in self.stuck_ranks():
             if start in finished:
@@ -162,7 +163,8 @@ class _Graph:
                     finished.add(node)
                 elif wait.target in path:
                     nodes = list(path)
-                    yield nodes[nodes.index(wait.target) :]
+                    entry = nodes.index(wait.target)
+                    yield nodes[:entry], nodes[entry:]
                 elif wait.target is not None and wait.target not in finished:
                     path[wait.target] = self.waits_of(wait.target)
 
@@ -177,20 +179,25 @@ class _Graph:
 
     # ── the story ────────────────────────────────────────────────────────────────────────────
 
-    def tell_cycle(self, cycle: list[Node]) -> Violation:
+    def tell_cycle(self, approach: list[Node], cycle: list[Node]) -> Violation:
         turns = [i for i, node in enumerate(cycle) if cycle[i - 1].rank != node.rank]
         if not turns:
             node = cycle[0]
             wait = next(wait for wait in self.waits_of(node) if wait.target in cycle)
             why = f"rank {node.rank} waits at {self.name(node.location)} {wait.what}"
             return self.violation(why, cycle, _HINT_ENDLESS)
-        # Begin where a rank waits, not where an operation of it is passed on the way.
-        begin = next((i for i in turns if cycle[i].is_rank), turns[0])
-        cycle = cycle[begin:] + cycle[:begin]
-        story = self.tell([*cycle, cycle[0]])
+        at_ranks = [i for i in turns if cycle[i].is_rank]
+        if at_ranks:
+            cycle = cycle[at_ranks[0] :] + cycle[: at_ranks[0]]
+            approach = []
+        else:
+            # A circle of messages alone: begin with the rank that waits for one of them, if its
+            # own messages are what it waits for.
+            own = [node for node in approach if node.rank == cycle[0].rank]
+            approach = own if approach[-len(own) :] == own else []
         return self.violation(
-            f"{story}: a circle",
-            cycle,
+            f"{self.tell([*approach, *cycle, cycle[0]])}: a circle",
+            [*approach, *cycle],
             "exchange two of these actions on one of the ranks, so that both ends come to a "
             "message in one common order",
         )
