@@ -79,7 +79,7 @@ def costs_from_json(text: str, *, source: str = "the JSON") -> UniformCosts | St
 def costs_to_json(costs: UniformCosts | StageCosts) -> str:
     """The text of a cost file."""
     data: dict[str, Any] = dict(_HEAD)
-    for field in sorted(fields(costs), key=lambda field: field.kw_only):
+    for field in sorted(fields(costs), key=lambda field: bool(field.kw_only)):
         value = getattr(costs, field.name)
         if field.name != "network" and value != field.default:
             data[field.name] = _plain(value)

@@ -104,7 +104,11 @@ def _finish(
     memory = find_memory(memory_costs, graph, starts, ends)
     bounds: dict[str, float] = {}
     if bound_costs is not None:
-        bounds = find_lower_bounds(bound_costs, timeline.memory_limit)
+        # A limit that the order does not keep does not bound it either.
+        limit = timeline.memory_limit
+        if limit is not None and any(rank.peak.total > limit * (1 + 1e-9) for rank in memory):
+            limit = None
+        bounds = find_lower_bounds(bound_costs, limit)
     figures = Figures(
         makespan=metrics.makespan,
         span=metrics.span,

@@ -1,0 +1,107 @@
+"""What ``simulate`` and ``compare`` share: costs, limits, schedules made to measure, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeloom.cli.common import is_file, parse_options, resolve_schedule
+from pipeloom.cost.constant import StageCosts, UniformCosts
+from pipeloom.cost.files import load_costs
+from pipeloom.cost.units import parse_memory
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.timeline import Timeline
+from pipeloom.simulate.engine import UNIT_COSTS
+
+CostsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--costs",
+        metavar="FILE",
+        help="A cost file (docs/costs.md); without it F, I and W take 1 each.",
+        show_default=False,
+    ),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="AMOUNT",
+        help="What a rank may hold: 40GiB, or a number in the costs' unit.",
+        show_default=False,
+    ),
+]
+
+
+def read_costs(path: Path | None) -> UniformCosts | StageCosts:
+    """The costs of a file; 1 for each of F, I and W without one."""
+    return UNIT_COSTS if path is None else load_costs(path)
+
+
+def read_limit(amount: str | None, costs: UniformCosts | StageCosts) -> float | None:
+    """The memory limit in the costs' unit."""
+    return None if amount is None else parse_memory(amount, costs.memory_unit)
+
+
+def resolve_for_costs(
+    name_or_file: str,
+    *,
+    costs: UniformCosts | StageCosts,
+    memory_limit: float | None,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    options: Iterable[str] = (),
+    topology: str | None = None,
+) -> Schedule:
+    """The schedule that the arguments name; one that is made for costs is made for these."""
+    if is_file(name_or_file) or ranks is None or microbatches is None or topology is not None:
+        return resolve_schedule(
+            name_or_file,
+            ranks=ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            options=options,
+            topology=topology,
+        )
+    from pipeloom.schedules.registry import build_schedule, find_schedule
+
+    entry = find_schedule(name_or_file)
+    given = parse_options(options)
+    measured: Mapping[str, Any] = {"costs": costs, "memory_limit": memory_limit}
+    for option in entry.options:
+        if measured.get(option.name) is not None:
+            given.setdefault(option.name, measured[option.name])
+    return build_schedule(
+        entry.name, ranks=ranks, microbatches=microbatches, chunks=chunks, **given
+    )
+
+
+def find_overfull(timeline: Timeline) -> list[int]:
+    """The ranks whose peak is over the limit."""
+    limit = timeline.memory_limit
+    if limit is None:
+        return []
+    return [rank for rank, peak in enumerate(timeline.peak_memory) if peak > limit * (1 + 1e-9)]
+
+
+def format_number(value: float, unit: str = "") -> str:
+    """A number as people read it: at most five digits that matter.
+
+    >>> format_number(1588.35, "ms"), format_number(0.33333333), format_number(1234567)
+    ('1588.4 ms', '0.33333', '1234567')
+    """
+    text = f"{value:.0f}" if abs(value) >= 10_000 else f"{value:.5g}"
+    return f"{text} {unit}" if unit else text
+
+
+def format_share(value: float | None) -> str:
+    """A share in percent.
+
+    >>> format_share(0.0312), format_share(None)
+    ('3.1 %', '–')
+    """
+    return "–" if value is None else f"{100 * value:.1f} %"
