@@ -23,6 +23,8 @@ from pipeloom.view.picture import Picture
 from pipeloom.view.quantities import SECONDS_PER_UNIT
 
 VERSION = 1
+#: Of the ranked table of what is waited for.
+MOST_CAUSES = 50
 
 _TYPECODES = {"f64": "d", "f32": "f", "u8": "B", "u16": "H", "i32": "i", "u32": "I"}
 _KINDS = list(STYLE_OF_KIND)
@@ -121,7 +123,7 @@ def _encode_picture(
             }
             for peak in figures.peaks
         ],
-        "rankedCauses": [list(cause) for cause in picture.rank_causes()[:200]],
+        **_encode_causes(picture),
         "categories": list(timeline.memory[0].categories) if timeline.memory else [],
         "products": products,
         "baseline": baseline,
@@ -155,6 +157,22 @@ def _encode_extra(action: Action, fused: list[dict[str, Any]]) -> int:
         fused.append({"text": str(action), "parts": parts})
         return len(fused) - 1
     return -1 if action[4] is None else action[4]
+
+
+def _encode_causes(picture: Picture) -> dict[str, Any]:
+    """The ranked tables of idle time: by cause, and by what is waited for."""
+    place = {
+        f"{span.action} of rank {span.rank}": index
+        for index, span in enumerate(picture.timeline.spans)
+    }
+    ranked = picture.rank_causes()
+    return {
+        "causeTotals": [[total.cause, total.time, total.share] for total in picture.total_causes()],
+        "rankedCauses": [
+            [*cause, place.get(cause.waits_for, -1)] for cause in ranked[:MOST_CAUSES]
+        ],
+        "numCauses": len(ranked),
+    }
 
 
 def _encode_idle(picture: Picture, causes: list[str], block: Block) -> dict[str, Any]:

@@ -134,6 +134,21 @@ class Picture:
             facts.append(("peak memory", format_memory(max(peaks), timeline.memory_unit)))
         return tuple(facts)
 
+    def total_causes(self) -> tuple[Cause, ...]:
+        """All idle time, added up by cause alone, largest first."""
+        ranked = self.rank_causes()
+        totals = [
+            Cause(
+                cause,
+                "",
+                sum(entry.time for entry in ranked if entry.cause == cause),
+                sum(entry.share for entry in ranked if entry.cause == cause),
+                sum(entry.num_spans for entry in ranked if entry.cause == cause),
+            )
+            for cause in dict.fromkeys(entry.cause for entry in ranked)
+        ]
+        return tuple(sorted(totals, key=lambda total: -total.time))
+
     def rank_causes(self) -> tuple[Cause, ...]:
         """All idle time, added up by cause and by the action waited for, largest first."""
         total = sum(idle.end - idle.start for idle in self.idle)

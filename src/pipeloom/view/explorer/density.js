@@ -7,7 +7,7 @@
 //
 // A lane is summed up once into bins; a column of pixels is then a difference of two running sums.
 
-const MOST_BINS = 4096;
+const MOST_BINS = 16384;
 
 export class LaneDensity {
   constructor(timeline, lane) {
@@ -18,8 +18,8 @@ export class LaneDensity {
     this.styles = [...used].sort((a, b) => a - b);
     this.slot = new Map(this.styles.map((style, index) => [style, index]));
     const count = timeline.rowOffset[lane.row + 1] - timeline.rowOffset[lane.row];
-    this.numBins = Math.min(MOST_BINS, Math.max(256, count));
-    this.sums = this.styles.map(() => new Float64Array(this.numBins + 1));
+    this.numBins = Math.min(MOST_BINS, Math.max(256, 2 * count));
+    this.sums = this.styles.map(() => new Float32Array(this.numBins + 1));
     const scale = this.numBins / timeline.end;
     this.eachPiece(0, timeline.end, (style, start, end) => {
       addCoverage(this.sums[this.slot.get(style)], start * scale, end * scale, this.numBins, 1);

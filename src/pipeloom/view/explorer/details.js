@@ -36,10 +36,16 @@ function describeChange(view, timeline, span) {
   const factor = view.options.factor(timeline);
   const own = timeline.duration(span) * factor;
   const other = base.timeline.duration(base.span) * view.options.factor(base.timeline);
-  const share = other > 0 ? ` (${formatChange((100 * (own - other)) / other)} %)` : "";
-  const difference = `${formatChange(own - other)}${share}`;
+  const difference = formatDifference(own, other, view.axis);
   const shown = formatTime(base.timeline.duration(base.span), base.timeline);
   return [`against ${base.timeline.source}`, `${shown}; ${difference}`];
+}
+
+// "+0.9 ms (+18.7 %)"
+function formatDifference(own, other, axis) {
+  const change = own - other;
+  const share = other > 0 ? ` (${formatChange(Math.round((1000 * change) / other) / 10)} %)` : "";
+  return `${change > 0 ? "+" : ""}${formatTime(change, axis)}${share}`;
 }
 
 function describeIdle({ timeline, rank, idle }) {
@@ -169,39 +175,41 @@ function linkTo(view, timeline, span, last) {
 }
 
 function causesSection(view, timeline) {
-  const ranked = timeline.rankedCauses;
-  const byCause = new Map();
-  for (const [cause, , time, share] of ranked) {
-    const sum = byCause.get(cause) ?? [0, 0];
-    byCause.set(cause, [sum[0] + time, sum[1] + share]);
+  const title = view.report.timelines.length > 1 ? `Idle time: ${timeline.title}` : "Idle time";
+  if (!timeline.causeTotals.length) {
+    return section(title, element("p", { class: "quiet" }, "No rank is ever idle."));
   }
   const styleOf = new Map(timeline.causes.map((style) => [style.name, style]));
   const bar = element("div", { class: "bar", "aria-hidden": "true" });
-  for (const [cause, [, share]] of byCause) {
+  for (const [cause, , share] of timeline.causeTotals) {
     const piece = element("span", { class: `piece ${styleOf.get(cause).pattern}` });
     piece.style.setProperty("--colour", styleOf.get(cause).colour);
     piece.style.setProperty("--ink", styleOf.get(cause).ink);
-    piece.style.flexGrow = share;
+    piece.style.flexGrow = 100 * share;
     bar.append(piece);
   }
-  const body = element("tbody");
-  for (const [cause, awaited, time, share, count] of ranked.slice(0, 12)) {
-    body.append(element("tr", { title: count > 1 ? `${count} times` : "once" },
-      element("td", {}, chip(styleOf.get(cause)), ` ${cause}`),
-      element("td", { class: "awaited" }, awaited),
-      element("td", { class: "number" }, formatTime(time, timeline)),
-      element("td", { class: "number" }, formatShare(share))));
-  }
-  const table = element("table", { class: "causes" },
-    element("caption", {}, `Idle time of ${timeline.title}, largest first`),
-    element("thead", {}, element("tr", {},
-      ...["Cause", "Waits for", "Time", "Share"].map((name) => element("th", { scope: "col" }, name)))),
-    body);
-  const title = view.report.timelines.length > 1 ? `Idle time: ${timeline.title}` : "Idle time";
-  const more = ranked.length > 12
-    ? element("p", { class: "quiet" }, `and ${ranked.length - 12} more causes`) : null;
-  if (!ranked.length) return section(title, element("p", { class: "quiet" }, "No rank waits."));
-  return section(title, bar, table, more);
+  const number = (text) => element("td", { class: "number" }, text);
+  const totals = timeline.causeTotals.map(([cause, time, share]) => element("tr", {},
+    element("td", {}, chip(styleOf.get(cause)), ` ${cause}`),
+    number(formatTime(time, timeline)), number(formatShare(share))));
+  const ranked = timeline.rankedCauses.filter(([, awaited]) => awaited);
+  const waits = ranked.slice(0, 12).map(([cause, awaited, time, share, count, span]) =>
+    element("tr", { title: `${cause}, ${count > 1 ? `${count} times` : "once"}` },
+      element("td", {}, chip(styleOf.get(cause)), " ", span < 0 ? awaited : element("button", {
+        class: "link", type: "button",
+        onclick: () => view.select({ type: "span", timeline, span }, { show: true }),
+      }, element("b", {}, timeline.text(span)), ` rank ${timeline.rankOf(span)}`)),
+      number(formatTime(time, timeline)), number(formatShare(share))));
+  const table = (caption, head, rows) => element("table", { class: "causes" },
+    element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, ...[head, "Time", "Share"].map((name, index) =>
+      element("th", { scope: "col", class: index ? "number" : "" }, name)))),
+    element("tbody", {}, ...rows));
+  const more = timeline.numCauses - timeline.rankedCauses.length + ranked.length - waits.length;
+  return section(title, bar,
+    table(`All idle time of ${timeline.title}, by cause`, "Cause", totals),
+    waits.length ? table("What is waited for, longest first", "Waits for", waits) : null,
+    more > 0 ? element("p", { class: "quiet" }, `and ${more} more`) : null);
 }
 
 function comparisonSection(view) {
@@ -222,7 +230,7 @@ function comparisonSection(view) {
         element("td", { class: "number" },
           other > 0 ? `${formatChange(Math.round((1000 * (own - other)) / other) / 10)} %`
             : formatChange(own - other)),
-        element("td", { class: "number" }, formatChange(shift))));
+        element("td", { class: "number" }, `${shift > 0 ? "+" : ""}${formatTime(shift, view.axis)}`)));
     }
     const heads = ["Action", base.source, timeline.source, "Change", "Starts later by"];
     return element("table", { class: "changes" },

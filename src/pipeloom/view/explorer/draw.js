@@ -7,7 +7,7 @@ import { makeFill } from "explorer/patterns.js";
 
 const FONT = "system-ui, 'Helvetica Neue', Arial, sans-serif";
 const NARROWEST = 3; // pixels to a box, below which a lane is shown as a density
-const SMALLEST_PATTERN = 7;
+const SMALLEST_PATTERN = 8;
 
 export class Painter {
   constructor(canvas, report) {
@@ -145,7 +145,8 @@ export class Painter {
     const factor = options.factor(timeline);
     const [t0, t1] = [camera.start / factor, camera.stop / factor];
     const [first, last] = timeline.visible(lane.row, t0, t1);
-    if (last - first > camera.width / NARROWEST && !options.difference) {
+    const compares = options.difference && timeline.baseline !== null;
+    if (last - first > camera.width / NARROWEST && !compares) {
       this.paintDense(lane, t0, t1);
     } else {
       this.paintBoxes(lane, first, last, t0, t1);
@@ -165,6 +166,31 @@ export class Painter {
     paintDensity(pixels, width, height, shares, density, this.packed, options.idle);
     const top = Math.round(this.top(lane) * this.ratio);
     this.context.putImageData(image, Math.round(GUTTER * this.ratio), top);
+    if (this.view.highlights) this.paintHighlights(lane, t0, t1);
+  }
+
+  // Of a dense lane: what is looked for stands out, the rest steps back.
+  paintHighlights(lane, t0, t1) {
+    const { context, theme, view } = this;
+    const { timeline } = lane;
+    const { start, end, kind } = timeline.column;
+    const y = this.top(lane);
+    context.globalAlpha = 0.78;
+    context.fillStyle = theme.paper;
+    context.fillRect(GUTTER, y, view.camera.width, lane.height);
+    context.globalAlpha = 1;
+    const [first, last] = timeline.visible(lane.row, t0, t1);
+    let painted = -1;
+    for (let position = first; position < last; position++) {
+      const span = timeline.order[position];
+      if (view.fades(timeline, span)) continue;
+      const left = this.x(timeline, start[span]);
+      const right = Math.max(this.x(timeline, end[span]), left + 1.5);
+      if (right <= painted) continue;
+      context.fillStyle = this.styles[kind[span]].colour;
+      context.fillRect(left, y, right - left, lane.height);
+      painted = right;
+    }
   }
 
   imageOf(width, height) {
@@ -218,18 +244,21 @@ export class Painter {
     const width = Math.max(right - left - (right - left > 4 ? 1 : 0), 1);
     const faded = view.fades(timeline, span);
     if (faded) context.globalAlpha = 0.22;
-    const change = view.options.difference ? view.changeOf(timeline, span) : null;
-    if (view.options.difference) {
+    if (view.options.difference && timeline.baseline !== null) {
+      const change = view.changeOf(timeline, span);
       context.fillStyle = change === null ? theme.grid : colourOfChange(change);
       context.fillRect(left, y, width, height);
       const text = change === null ? "" : `${change > 0 ? "+" : ""}${(100 * change).toFixed(0)} %`;
       this.paintText(text, left, y, width, height, "#10151B");
     } else {
-      const parts = timeline.parts(span);
-      parts.forEach((part, index) => {
-        this.paintPart(lane, part, left + (width * index) / parts.length, y,
-          width / parts.length, height);
-      });
+      const { kind, stage, microbatch } = timeline.column;
+      if (stage[span] >= 0) {
+        this.paintPart(lane, kind[span], stage[span], microbatch[span], left, y, width, height);
+      } else {
+        const parts = timeline.parts(span);
+        const share = width / parts.length;
+        parts.forEach((part, i) => this.paintPart(lane, ...part, left + i * share, y, share, height));
+      }
     }
     if (view.options.critical && timeline.isCritical[span]) {
       context.strokeStyle = theme.critical;
@@ -239,7 +268,7 @@ export class Painter {
     if (faded) context.globalAlpha = 1;
   }
 
-  paintPart(lane, [kind, stage, microbatch], x, y, width, height) {
+  paintPart(lane, kind, stage, microbatch, x, y, width, height) {
     const { context } = this;
     const style = this.styles[kind];
     context.fillStyle = width >= SMALLEST_PATTERN ? this.fills[kind] : style.colour;
@@ -252,6 +281,7 @@ export class Painter {
         context.fillRect(x, y + height - 2 - 3 * bar, width, 1.5);
       }
     }
+    if (width < 8) return;
     const letter = style.short ? style.name : style.letter;
     const number = microbatch === null || microbatch < 0 ? "" : String(microbatch);
     for (const name of [`${stage}${letter}${number}`, `${letter}${number}`, number || letter]) {

@@ -8,10 +8,10 @@ const HEADING = 30;
 // memory.
 export function layOut(report, options) {
   const ranks = report.timelines.reduce((sum, timeline) => sum + timeline.ranks, 0);
-  const base = ranks <= 8 ? 30 : ranks <= 16 ? 22 : ranks <= 32 ? 14 : 10;
+  const base = ranks <= 4 ? 38 : ranks <= 8 ? 30 : ranks <= 16 ? 22 : ranks <= 32 ? 14 : 10;
   const compute = Math.max(4, Math.round(base * options.rowScale));
   const message = Math.max(3, Math.round((ranks <= 16 ? 7 : 4) * options.rowScale));
-  const memory = Math.max(10, Math.round((ranks <= 8 ? 30 : 20) * options.rowScale));
+  const memory = Math.max(10, Math.round((ranks <= 4 ? 40 : ranks <= 8 ? 30 : 20) * options.rowScale));
   const gap = ranks <= 8 ? 10 : ranks <= 16 ? 6 : ranks <= 32 ? 3 : options.memory ? 3 : 1;
   const lanes = [];
   let y = 0;

@@ -83,15 +83,17 @@ function connect(painter, view, timeline, source, target, dashed) {
   const { context, theme } = painter;
   const [x0, y0] = [from.x + from.width, from.y + from.height / 2];
   const [x1, y1] = [to.x, to.y + to.height / 2];
-  const bend = Math.max(14, Math.min(Math.abs(x1 - x0) / 2, 60));
-  const strokes = [[theme.paper, 4, []], [theme.arrow, 1.6, dashed ? [5, 3] : []]];
+  // Along one lane the arrow goes over the boxes between.
+  const rise = Math.abs(y1 - y0) < 1 ? Math.min(14 + from.height / 2, 30) : 0;
+  const bend = rise ? 6 : Math.max(14, Math.min(Math.abs(x1 - x0) / 2, 60));
+  const strokes = [[`${theme.paper}B0`, 4, []], [theme.arrow, 1.6, dashed ? [5, 3] : []]];
   for (const [colour, width, dash] of strokes) {
     context.strokeStyle = colour;
     context.lineWidth = width;
     context.setLineDash(dash);
     context.beginPath();
     context.moveTo(x0, y0);
-    context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
+    context.bezierCurveTo(x0 + bend, y0 - rise, x1 - bend, y1 - rise, x1, y1);
     context.stroke();
   }
   context.setLineDash([]);

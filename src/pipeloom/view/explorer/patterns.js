@@ -34,6 +34,6 @@ export function makeFill(context, style, ratio) {
     ink.stroke();
   }
   const pattern = context.createPattern(tile, "repeat");
-  pattern.setTransform(new DOMMatrix().scale(6 / tile.width));
+  if (tile.width !== 6) pattern.setTransform(new DOMMatrix().scale(6 / tile.width));
   return pattern;
 }

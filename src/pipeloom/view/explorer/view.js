@@ -98,6 +98,9 @@ export class View {
     this.painter.paintFrame(lanes);
   }
 
+  // True while some actions are to stand out.
+  get highlights() { return this.options.critical || Boolean(this.search?.spans.length); }
+
   fades(timeline, span) {
     if (this.search?.spans.length) return !this.search.masks[timeline.index][span];
     return this.options.critical && !timeline.isCritical[span];
