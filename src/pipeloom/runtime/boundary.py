@@ -82,6 +82,23 @@ class Layout:
     #: Per leaf of the tree: a Python value, or the mark of a tensor.
     constants: tuple[Any, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tree of numbers stands for its form: how torch pickles the form itself may change.
+        form = None
+        if self.tree is not None:
+            form = (unflatten(range(self.tree.num_leaves), self.tree),)
+        return _rebuild_layout, (self.tensors, self.needs_grad, form, self.constants)
+
+
+def _rebuild_layout(
+    tensors: tuple[TensorSpec, ...],
+    needs_grad: tuple[bool, ...],
+    form: tuple[Any] | None,
+    constants: tuple[Any, ...],
+) -> Layout:
+    tree = None if form is None else flatten(form[0])[1]
+    return Layout(tensors, needs_grad, tree, constants)
+
 
 def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
     """Separate the tensors of a value from its layout.
