@@ -9,7 +9,7 @@ for it. The products that hold most for their work are then computed right after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeloom.runtime.backward.accumulate import Product
 from pipeloom.runtime.backward.walk import Graph
 
-__all__ = ["bytes_of", "bytes_saved", "nodes_computed_early"]
+__all__ = ["bytes_of", "bytes_saved", "nodes_computed_early", "storages"]
 
 # The most of the weight work that may move from W to I for the sake of memory.
 MOST_WORK = 1 / 8
@@ -25,13 +25,23 @@ MOST_WORK = 1 / 8
 
 def bytes_of(tensors: Iterable[Tensor], *, excluded: Iterable[int] = ()) -> int:
     """Bytes of the tensors' storages, each once, without those whose addresses are excluded."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for storage in (
-            tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided
-        )
+    left_out = frozenset(excluded)
+    sizes = {
+        storage.data_ptr(): storage.nbytes() for tensor in tensors for storage in storages(tensor)
     }
-    return sum(size for address, size in storages.items() if address not in set(excluded))
+    return sum(size for address, size in sizes.items() if address not in left_out)
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """What a tensor keeps in memory; of a wrapper (a distributed tensor), what it wraps."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = [getattr(tensor, name) for name in flatten()[0]]
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from storages(part)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
 
 
 def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:

@@ -40,7 +40,8 @@ def choose_method(
         returns what W is to run.
     ``self_check``
         ``"structural"`` checks every plan, ``"numeric"`` also compares the first microbatch of
-        every plan with a full backward, ``"off"`` trusts.
+        every plan with a full backward (not where compiled code is in the way, whose backward can
+        run only once), ``"off"`` trusts.
     ``strict``
         Raise, instead of warning, where a backward cannot be split as asked.
     ``accumulate_fp32``

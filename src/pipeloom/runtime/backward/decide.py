@@ -16,12 +16,17 @@ from pipeloom.runtime.backward.recipes import Recipe
 from pipeloom.runtime.backward.self_check import structural_faults
 from pipeloom.runtime.backward.walk import Graph
 
-__all__ = ["Decision", "decide", "learnable_layers"]
+__all__ = ["Decision", "decide", "has_compiled_code", "learnable_layers"]
 
 # Products without a recipe whose backward computes each half on its own: worth a later run.
 RERUN_TYPES = frozenset({"CdistBackward0", "LinearBackward0", "TrilinearBackward0"})
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 COMPILED = "CompiledFunctionBackward"
+
+
+def has_compiled_code(graph: Graph) -> bool:
+    """Whether part of the graph was made by ``torch.compile``; it can be run backward only once."""
+    return any(kind.__name__ == COMPILED for kind in graph.shape.types)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +121,11 @@ def _hidden_parameters(
 ) -> tuple[str, tuple[str, ...]] | None:
     """Parameters that a backward may reach although the graph does not show it."""
     shown = {id(node.variable) for node in graph.nodes if hasattr(node, "variable")}
+    shown -= {id(graph.nodes[index].variable) for index in graph.shape.inputs if index >= 0}
     missing = tuple(name for key, name in names.items() if key not in shown)
+    # Sharded parameters are replaced for the forward: the graph shows others in their place.
+    if len(shown - names.keys()) >= len(missing):
+        missing = ()
     kinds = {kind.__name__ for kind in graph.shape.types}
     if REENTRANT_CHECKPOINT in kinds:
         return (

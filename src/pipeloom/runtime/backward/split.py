@@ -28,9 +28,14 @@ from pipeloom.runtime.backward.accumulate import (
     weight_gradients,
 )
 from pipeloom.runtime.backward.boxes import Boxes
-from pipeloom.runtime.backward.budget import bytes_of, bytes_saved, nodes_computed_early
+from pipeloom.runtime.backward.budget import bytes_of, bytes_saved, nodes_computed_early, storages
 from pipeloom.runtime.backward.checkpointing import linear_owners, noted_inputs
-from pipeloom.runtime.backward.decide import Decision, decide, learnable_layers
+from pipeloom.runtime.backward.decide import (
+    Decision,
+    decide,
+    has_compiled_code,
+    learnable_layers,
+)
 from pipeloom.runtime.backward.method import (
     Choice,
     Gradients,
@@ -118,7 +123,8 @@ class SplitBackward:
             return run_full(saved, output_grads)
         inputs = saved.inputs
         saved.release_graph()
-        if self.self_check != "numeric" or decision in self._checked:
+        trusted = decision in self._checked or has_compiled_code(graph)
+        if self.self_check != "numeric" or trusted:
             limit = self._limit(graph, decision)
             gradients, pending = self._run(graph, decision, inputs, grads, boxes, saved.microbatch)
             add_early(pending, self._choose_early(decision, pending, limit))
@@ -157,8 +163,9 @@ class SplitBackward:
 
     def _weight_storages(self) -> set[int]:
         return {
-            tensor.untyped_storage().data_ptr()
+            storage.data_ptr()
             for tensor in (*self.module.parameters(), *self.module.buffers())
+            for storage in storages(tensor)
         }
 
     def _limit(self, graph: Graph, decision: Decision) -> float | None:
