@@ -240,11 +240,17 @@ def parse_grid(text: str, *, name: str = "custom", topology: Topology | None = N
     rank 0   0F0  0F1  0B0  0B1
     rank 1   1F0  1B0  1F1  1B1
     """
-    rows = []
-    for line in text.splitlines():
+    rows: list[list[str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
+        label = re.match(r"rank +([0-9]+):?(?=\s|$)", content)
+        if label is not None and int(label[1]) != len(rows):
+            raise ParseError(
+                f"line {number} is for rank {label[1]} where rank {len(rows)} is expected; "
+                "give every rank its line, from rank 0 up"
+            )
         if content:
-            rows.append(re.sub(r"^rank +[0-9]+:?(?= |$)", "", content).split())
+            rows.append(content[label.end() if label else 0 :].split())
     return make_schedule(parse_rows(rows), name=name, topology=topology)
 
 

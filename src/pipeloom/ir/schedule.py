@@ -20,12 +20,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action
 from pipeloom.ir.dependencies import (
     RULES,
     Dependencies,
     is_backward,
     is_communication,
+    is_compute,
     simple_actions,
 )
 from pipeloom.ir.placement import Placement
@@ -120,7 +122,8 @@ class Schedule:
         Ranks exchange it to make sure that they run the same program.
         """
         digest = hashlib.sha256()
-        digest.update(repr((self.placement, self.topology, self.num_microbatches)).encode())
+        shape = (self.placement, self.topology, self.num_microbatches, self.has_communication)
+        digest.update(repr(shape).encode())
         for row in self.actions:
             digest.update(";".join(map(str, row)).encode())
             digest.update(b"\n")
@@ -181,29 +184,43 @@ def make_schedule(
     (0, 1)
     """
     actions = tuple(tuple(row) for row in rows)
-    stages_of_rank: list[list[int]] = []
+    #: A stage is where it is computed; messages and the like only count where nothing else does,
+    #: so that one misplaced message does not move a whole stage.
+    computed: list[dict[int, None]] = []
+    mentioned: list[dict[int, None]] = []
     largest_microbatch = -1
     has_communication = False
     for row in actions:
-        stages: dict[int, None] = {}
+        computed.append({})
+        mentioned.append({})
         for action in row:
-            if is_communication(action):
-                has_communication = True
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"a schedule is made of actions, not of {action!r}; "
+                    "parse_action makes one of a text"
+                )
+            if is_compute(action):
+                stages = computed[-1]
+            else:
+                stages = mentioned[-1]
+                has_communication = has_communication or is_communication(action)
             for _, stage, microbatch, _, _ in simple_actions(action):
                 if stage is not None:
                     stages[stage] = None
                 if microbatch is not None and microbatch > largest_microbatch:
                     largest_microbatch = microbatch
-        stages_of_rank.append(list(stages))
-    num_stages = max((max(stages, default=-1) for stages in stages_of_rank), default=-1) + 1
     if topology is None:
-        topology = Topology.chain(max(num_stages, 1))
+        largest_stage = max((max(stages, default=0) for stages in computed + mentioned), default=0)
+        topology = Topology.chain(largest_stage + 1)
     num_stages = topology.num_stages
+    ranks: list[int | None] = [None] * num_stages
+    for stages_of_rank in (computed, mentioned):
+        for rank, stages in enumerate(stages_of_rank):
+            for stage in stages:
+                if 0 <= stage < num_stages and ranks[stage] is None:
+                    ranks[stage] = rank
     return Schedule(
-        placement=Placement.of_rows(
-            [[s for s in stages if 0 <= s < num_stages] for stages in stages_of_rank],
-            num_stages,
-        ),
+        placement=Placement(tuple(ranks), len(actions)),
         topology=topology,
         num_microbatches=largest_microbatch + 1 if num_microbatches is None else num_microbatches,
         actions=actions,

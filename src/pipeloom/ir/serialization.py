@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.errors import ParseError, ScheduleError
-from pipeloom.ir.notation import format_csv, parse_csv, parse_rows
+from pipeloom.ir.notation import LARGEST_NUMBER, format_csv, parse_csv, parse_rows
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule, make_schedule
 from pipeloom.ir.topology import Topology
@@ -123,7 +123,7 @@ def schedule_from_json(text: str, *, source: str = "the JSON") -> Schedule:
     """Parse what :func:`schedule_to_json` wrote; every bad field is reported."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ParseError(f"{source} is not JSON: {error}") from error
     reader = _Reader(source)
     if not isinstance(data, dict) or data.get("pipeloom") != "schedule":
@@ -182,8 +182,10 @@ class _Reader:
         value: Any = data.get(key, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.problems.append(f'"{key}" must be {kind.__name__}, not {value!r}')
-        elif isinstance(value, int) and not 0 <= value <= 10**9:
-            self.problems.append(f'"{key}" must be a number from 0 up, not {value!r}')
+        elif isinstance(value, int) and not 0 <= value <= LARGEST_NUMBER + 1:
+            self.problems.append(
+                f'"{key}" must be a number from 0 to {LARGEST_NUMBER + 1}, not {value!r}'
+            )
         return value
 
     def mapping(self, data: dict[str, Any], key: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pipeloom.ir.dependencies import (
     WEIGHT_GRADIENT,
 )
 from pipeloom.verify.program import NOWHERE, Program, describe_product
-from pipeloom.verify.report import Violation
+from pipeloom.verify.report import Violation, runs_of
 
 _CODES_OF_DUPLICATES = {
     OUTPUT: "DUPLICATE_FORWARD",
@@ -86,7 +86,7 @@ def _find_missing(program: Program) -> Iterator[Violation]:
                 for microbatch in microbatches
                 if program.maker_of((WEIGHT_GRADIENT, stage, microbatch, None)) == NOWHERE
             ]
-        for first, last in _runs_of(microbatches):
+        for first, last in runs_of(microbatches):
             yield _missing(what, stage, ranks[stage], first, last)
 
 
@@ -106,25 +106,6 @@ def _missing(what: str, stage: int, rank: int | None, first: int, last: int) -> 
         f"add {stage}B{first}, or {stage}I{first} and {stage}W{first},{several} to rank {rank}",
         rank,
     )
-
-
-def _runs_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of every stretch of consecutive numbers.
-
-    >>> list(_runs_of([1, 2, 3, 7]))
-    [(1, 3), (7, 7)]
-    """
-    first: int | None = None
-    last = 0
-    for number in numbers:
-        if first is None:
-            first = number
-        elif number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    if first is not None:
-        yield first, last
 
 
 def _find_input_without_weight(

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -164,3 +165,22 @@ class Report:
             return []
         lines = format_excerpt(self.schedule, places[:MOST_PLACES_SHOWN]).splitlines()
         return [f"     {line}" for line in lines]
+
+
+def runs_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of every stretch of consecutive numbers.
+
+    >>> list(runs_of([1, 2, 3, 7]))
+    [(1, 3), (7, 7)]
+    """
+    first: int | None = None
+    last = 0
+    for number in numbers:
+        if first is None:
+            first = number
+        elif number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    if first is not None:
+        yield first, last

@@ -24,7 +24,7 @@ from pipeloom.ir.dependencies import (
 )
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
-from pipeloom.verify.report import Place, Violation
+from pipeloom.verify.report import Place, Violation, runs_of
 
 #: More microbatches times stages than this are checked only where there are actions for them.
 MOST_PRODUCTS = 4_000_000
@@ -160,14 +160,15 @@ class _Sorter:
                 f"the schedule has {schedule.num_microbatches} microbatches, so it trains nothing",
                 "build it for at least one microbatch",
             )
-        for stage, rank in enumerate(self.placement.ranks):
-            if rank is None:
-                self.report(
-                    "STAGE_ON_NO_RANK",
-                    f"stage {stage} is on no rank, so nothing of it ever runs",
-                    "is a row missing? give a rank the stage's actions, "
-                    "or number the stages without a gap",
-                )
+        nowhere = [stage for stage, rank in enumerate(self.placement.ranks) if rank is None]
+        for first, last in runs_of(nowhere):
+            stages = f"stage {first} is" if first == last else f"stages {first}..{last} are"
+            self.report(
+                "STAGE_ON_NO_RANK",
+                f"{stages} on no rank, so nothing of it ever runs",
+                "is a row missing? give a rank the stage's actions, "
+                "or number the stages without a gap",
+            )
         for stage in range(num_stages, len(schedule.placement.ranks)):
             self.violations.append(
                 Violation(
