@@ -119,16 +119,16 @@ class _Steps:
         self.pending_weights: deque[Action] = deque()
         self.row: list[Action] = []
 
-    def F(self, stage: int) -> Action:
+    def forward(self, stage: int) -> Action:
         return Action(Kind.F, stage, next(self.forwards[stage]))
 
-    def B(self, stage: int, *, split: bool = False) -> Action:
+    def backward(self, stage: int, *, split: bool = False) -> Action:
         microbatch = next(self.backwards[stage])
         if split:
             self.pending_weights.append(Action(Kind.W, stage, microbatch))
         return Action(Kind.I if split else Kind.B, stage, microbatch)
 
-    def W(self) -> list[Action]:
+    def weight(self) -> list[Action]:
         return [self.pending_weights.popleft()] if self.pending_weights else []
 
     def run(self, position: int, length: int) -> tuple[Action, ...]:
@@ -136,35 +136,35 @@ class _Steps:
         near, far, row = self.near, self.far, self.row
         inner = length - 1 - position
         # 1  fill with near forwards
-        row += [self.F(near) for _ in range(2 * inner)]
+        row += [self.forward(near) for _ in range(2 * inner)]
         # 2  near and far forwards in turn
         for _ in range(position + 1):
-            row += [self.F(near), self.F(far)]
+            row += [self.forward(near), self.forward(far)]
         # 3  far I W F: the first backwards, split, where nothing can overlap with them yet
         for _ in range(inner):
-            row += [self.B(far, split=True), *self.W(), self.F(far)]
+            row += [self.backward(far, split=True), *self.weight(), self.forward(far)]
         # 4  the long middle: near forward over far backward, far forward over near backward
         for turn in range(self.num_microbatches - 2 * length + position + 1):
             if turn == 0 and inner == 0:
                 # The innermost rank waits for nobody here; apart, the backward may begin earlier.
-                row += [self.F(near), self.B(far)]
+                row += [self.forward(near), self.backward(far)]
             else:
-                row.append(fuse(self.F(near), self.B(far)))
-            row.append(fuse(self.F(far), self.B(near)))
+                row.append(fuse(self.forward(near), self.backward(far)))
+            row.append(fuse(self.forward(far), self.backward(near)))
         # 5  no near forward is left
         for _ in range(inner):
-            row += [self.B(far), fuse(self.F(far), self.B(near))]
+            row += [self.backward(far), fuse(self.forward(far), self.backward(near))]
         # 6  no forward is left; the second half of these backwards is split
         row += self._drain(position)
         # 7  weights between the near backwards that the next rank waits for
         for _ in range(inner):
-            row += [*self.W(), self.B(near, split=True)]
+            row += [*self.weight(), self.backward(near, split=True)]
         # 8  the weights that are left
         for _ in range(position + 1):
-            row += self.W()
+            row += self.weight()
         return tuple(row)
 
     def _drain(self, position: int) -> Iterator[Action]:
         # The pairs are far, near, far, near, …; from the middle of this list on they are split.
         for index in range(2 * (position + 1)):
-            yield self.B(self.near if index % 2 else self.far, split=index > position)
+            yield self.backward(self.near if index % 2 else self.far, split=index > position)

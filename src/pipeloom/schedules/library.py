@@ -9,6 +9,7 @@ from pipeloom.schedules.fill_drain import forward_only, gpipe
 from pipeloom.schedules.interleaved import grouped_interleaved, interleaved_1f1b, looped_bfs
 from pipeloom.schedules.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeloom.schedules.one_f_one_b import eager_1f1b, one_f_one_b
+from pipeloom.schedules.zb_auto import zb_auto
 from pipeloom.schedules.zbv import zbv
 from pipeloom.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -24,6 +25,7 @@ BUILT_IN: tuple[ScheduleEntry, ...] = tuple(
         interleaved_zero_bubble,
         zb_h1,
         zb_h2,
+        zb_auto,
         zbv,
         grouped_interleaved,
         chimera,
