@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeloom.ir.dependencies import PENDING_WEIGHTS
 from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.topology import Topology
 from pipeloom.runtime.backward import choose_method
 from pipeloom.runtime.data_parallel import DataParallelStage, recognise
 from pipeloom.runtime.executor import RankParts
@@ -54,7 +55,7 @@ def _make_runners(
         runners[stage] = StageRunner(
             stage,
             called,
-            predecessors=topology.predecessors(stage),
+            predecessors=_order_predecessors(topology, stage),
             successors=topology.successors(stage),
             backward=choose_method(
                 called,
@@ -70,6 +71,13 @@ def _make_runners(
             if ranks[successor] == ranks[stage]:
                 runner.connect(runners[successor])
     return runners
+
+
+def _order_predecessors(topology: Topology, stage: int) -> list[int]:
+    """The one before in the chain comes first, then the skip connections in ascending order."""
+    chain = topology.chains[topology.chain_of(stage)]
+    before = chain[: chain.index(stage)]
+    return sorted(topology.predecessors(stage), key=lambda other: (other != before[-1], other))
 
 
 def _method_of(stage: int, options: Options, is_split: bool) -> str:
