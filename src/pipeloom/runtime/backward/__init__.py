@@ -34,10 +34,12 @@ What a caller must know
   the outputs are scalar losses, whose gradient is one.
 - ``weight(saved)`` is W, in any order among microbatches, once, after that microbatch's I. Every
   method may be asked for B or for I and W, microbatch by microbatch.
-- After I, tensors of the forward that W needs are still in use, the stage's inputs among them: a
-  buffer that held an input may be reused only after W. A change is reported, not computed with.
-- ``.grad`` of parameters grows as in an ordinary backward: in the parameter's type, unscaled,
-  with the parameter's hooks fired once per microbatch, at W.
+- After I, tensors that W needs are still in use, among them the stage's inputs and the gradients
+  that I was given and returned: a buffer that held one may be reused only after W. A change made by
+  an operation of torch is reported, not computed with.
+- After W, ``.grad`` of parameters has grown as in an ordinary backward: in the parameter's type,
+  unscaled, with the parameter's hooks fired once per microbatch, at W. Some weight products may
+  already be added at the end of I, where that keeps memory down and nobody listens.
 - ``choice`` says what was chosen and why, after the first forward; ``held_bytes(saved)`` counts
   what a microbatch keeps between I and W.
 """

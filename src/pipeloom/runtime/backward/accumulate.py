@@ -28,7 +28,14 @@ from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge
 
-__all__ = ["Pending", "Product", "add_early", "add_weight_gradients", "weight_gradients"]
+__all__ = [
+    "Gradient",
+    "Pending",
+    "Product",
+    "add_early",
+    "add_weight_gradients",
+    "weight_gradients",
+]
 
 
 @dataclass(slots=True)
@@ -45,8 +52,21 @@ class Product:
         return [self.grad, *(x for x in self.operands if isinstance(x, Tensor))]
 
     def changed(self) -> bool:
-        """Whether someone overwrote an operand since F."""
-        return self.versions != versions_of(self.operands)
+        """Whether someone overwrote the gradient or an operand."""
+        return self.versions != versions_of((self.grad, *self.operands))
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A gradient that came out of I, and where it enters the graph at W."""
+
+    target: Edge
+    grad: Tensor
+    versions: tuple[int, ...]
+
+    def changed(self) -> bool:
+        """Whether someone overwrote it; it may be the tensor that I returned, or was given."""
+        return self.versions != versions_of((self.grad,))
 
 
 @dataclass(slots=True)
@@ -56,7 +76,7 @@ class Pending:
     plan: Plan
     nodes: dict[int, Any]
     products: list[Product] = field(default_factory=list)
-    gradients: list[tuple[Edge, Tensor]] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)
     reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)
     boxed: list[Tensor] = field(default_factory=list)
     passed: dict[int, Tensor] = field(default_factory=dict)  # parameters added to in place
@@ -66,7 +86,7 @@ class Pending:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held."""
-        held = [grad for _, grad in self.gradients] + list(self.boxed)
+        held = [kept.grad for kept in self.gradients] + list(self.boxed)
         for product in self.products:
             held += product.tensors()
         for _, _, grads in self.reruns:
@@ -116,12 +136,12 @@ def add_weight_gradients(pending: Pending) -> None:
         for edge, grad in _run_again(pending, edges, asked, grads):
             send(edge, grad)
     pending.reruns, pending.boxed = [], []
-    for edge, grad in pending.gradients:
-        parameter = targets.get(edge[0])
-        if parameter is None or not _fits(parameter, grad):
-            send(edge, grad)
+    for kept in pending.gradients:
+        parameter = targets.get(kept.target[0])
+        if parameter is None or not _fits(parameter, kept.grad):
+            send(kept.target, kept.grad)
         else:
-            _add_tensor(parameter, grad)
+            _add_tensor(parameter, kept.grad)
             arrived[id(parameter)] = parameter
     pending.gradients = []
     for group in roots.values():
@@ -150,7 +170,7 @@ def add_early(pending: Pending, nodes: frozenset[int]) -> None:
 
 def weight_gradients(pending: Pending) -> dict[int, Tensor]:
     """The gradients that W would add, per parameter's node, without adding or freeing anything."""
-    edges: list[tuple[Edge, Tensor]] = list(pending.gradients)
+    edges = [(kept.target, kept.grad) for kept in pending.gradients]
     for product in pending.products:
         grad = product.use.recipe.compute(product.grad, product.operands, False)
         edges.append((product.use.target, grad))

@@ -50,9 +50,14 @@ def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:
     for node in graph.nodes:
         for name in dir(type(node)):
             if name.startswith("_raw_saved_"):
-                if getattr(getattr(node, name), "unpack_hook", None) is not None:
+                raw = getattr(node, name)
+                raws = raw if isinstance(raw, (list, tuple)) else (raw,)
+                if any(getattr(one, "unpack_hook", None) is not None for one in raws):
                     return 0
-                found = getattr(node, name.replace("_raw", "", 1), None)
+                plain = name.replace("_raw", "", 1)
+                if plain == "_saved_tensors":  # a custom Function has them under their own name
+                    plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
+                found = getattr(node, plain, None)
                 many = found if isinstance(found, (list, tuple)) else (found,)
                 tensors += [one for one in many if isinstance(one, Tensor)]
     return bytes_of(tensors, excluded=excluded)

@@ -54,11 +54,11 @@ def decide(
     module: nn.Module,
     method: str,
     boxed: bool,
-    linears: frozenset[int],
+    linears: frozenset[int] | None,
     check: bool,
 ) -> Decision:
     """Choose for one graph. ``linears``: checkpointed weights whose layers are known to be
-    seen. ``check``: prove the plan before it is used.
+    seen, ``None`` before that was tried. ``check``: prove the plan before it is used.
     """
     parameter_names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
 
@@ -79,7 +79,7 @@ def decide(
         leaf = uses.get(id(node))
         if leaf is None:
             return None
-        if leaf in linears:
+        if linears is not None and leaf in linears:
             return True
         unlearned.add(leaf)
         return None
@@ -100,7 +100,7 @@ def decide(
         reason = "the plan does not account for every parameter exactly once"
         return Decision(Choice("whole", reason), None, uncovered=names)
     wants_boxes = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
-    learn = frozenset(unlearned) if not linears else frozenset()
+    learn = frozenset(unlearned) if linears is None else frozenset()
     now = tuple(name(leaf) for leaf in plan.leaves if leaf not in plan.deferred_leaves)
     later = tuple(name(leaf) for leaf in plan.leaves if leaf in plan.deferred_leaves)
     if not later and not learn and not wants_boxes:

@@ -72,7 +72,8 @@ class _Symbols:
 
     def run(self, start: Sequence[tuple[Edge, int]], asked: set[Edge] | None) -> dict[Edge, int]:
         """What an engine run leaves at every edge (``asked``: run only what leads to those)."""
-        needed = self._leading_to(asked) if asked is not None else None
+        targets = {node for node, _ in asked or ()}
+        needed = self._leading_to(targets) if asked is not None else None
         grads: dict[int, dict[int, int]] = {}
         for (node, nr), value in start:
             at = grads.setdefault(node, {})
@@ -81,16 +82,13 @@ class _Symbols:
             if node not in grads or (needed is not None and node not in needed):
                 continue
             for operand, (child, nr) in enumerate(self.shape.children[node]):
-                wanted = (
-                    needed is None or child in needed or any(e[0] == child for e in asked or ())
-                )
+                wanted = needed is None or child in needed or child in targets
                 if child >= 0 and wanted:
                     at = grads.setdefault(child, {})
                     at[nr] = (at.get(nr, 0) + self.through(node, operand, grads[node])) % PRIME
         return {(node, nr): value for node, at in grads.items() for nr, value in at.items()}
 
-    def _leading_to(self, asked: set[Edge]) -> set[int]:
-        targets = {node for node, _ in asked}
+    def _leading_to(self, targets: set[int]) -> set[int]:
         leading: set[int] = set()
         for node in reversed(self.order):
             if any(c in targets or c in leading for c, _ in self.shape.children[node] if c >= 0):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward.accumulate import (
+    Gradient,
     Pending,
     Product,
     add_early,
@@ -45,7 +46,7 @@ from pipeloom.runtime.backward.method import (
 from pipeloom.runtime.backward.phases import enter_phase, where
 from pipeloom.runtime.backward.plan import Plan
 from pipeloom.runtime.backward.self_check import differing, muted_hooks
-from pipeloom.runtime.backward.walk import Graph, GraphShape, read_graph
+from pipeloom.runtime.backward.walk import Graph, GraphShape, accumulation_below, read_graph
 from pipeloom.runtime.backward.whole import output_roots, run_full
 
 __all__ = ["SplitBackward"]
@@ -143,16 +144,15 @@ class SplitBackward:
         pending, saved.pending = saved.pending, None
         if pending is None:
             return
-        changed = [product for product in pending.products if product.changed()]
+        changed = [product.use.target for product in pending.products if product.changed()]
+        changed += [kept.target for kept in pending.gradients if kept.changed()]
         if changed:
-            names = self._names(
-                pending.nodes[p.use.leaf] for p in changed if p.use.leaf is not None
-            )
+            ends = [end for at, _ in changed for end in accumulation_below(pending.nodes[at])]
             raise self._error(
-                "a tensor that W needs was overwritten after the forward; keep the stage's inputs "
-                "and activations unchanged until W",
+                "a tensor that W needs was overwritten; keep the stage's inputs, activations and "
+                "gradients unchanged until W",
                 saved.microbatch,
-                names,
+                self._names(dict.fromkeys(ends)),
             )
         add_weight_gradients(pending)
 
@@ -201,7 +201,7 @@ class SplitBackward:
             module=self.module,
             method=self.method,
             boxed=boxed,
-            linears=self._linears.get(graph.shape, frozenset()),
+            linears=self._linears.get(graph.shape),
             check=self.self_check != "off",
         )
         if decision.uncovered:
@@ -259,9 +259,9 @@ class SplitBackward:
                 continue
             if use.recomputed:
                 operands = self._noted(graph, use.leaf, notes, grad, microbatch)
-            pending.products.append(Product(use, grad, operands, versions_of(operands)))
+            pending.products.append(Product(use, grad, operands, versions_of((grad, *operands))))
         pending.gradients = [
-            (kept.target, grad)
+            Gradient(kept.target, grad, versions_of((grad,)))
             for kept in plan.in_input
             if (grad := captured[kept.capture]) is not None
         ]
@@ -378,7 +378,11 @@ class SplitBackward:
         self.choice = refused.choice
         self._report(refused, microbatch)
         right = Pending(plan, pending.nodes)
-        right.gradients = [((leaf, 0), g) for leaf, g in reference[1].items() if g is not None]
+        right.gradients = [
+            Gradient((leaf, 0), grad, versions_of((grad,)))
+            for leaf, grad in reference[1].items()
+            if grad is not None
+        ]
         return right
 
     # ── naming ───────────────────────────────────────────────────────────────────────────────────

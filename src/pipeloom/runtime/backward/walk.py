@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Edge", "Graph", "GraphShape", "is_accumulate", "read_graph"]
+__all__ = ["Edge", "Graph", "GraphShape", "accumulation_below", "is_accumulate", "read_graph"]
 
 Node = Any  # torch's node classes share no importable base that carries these attributes
 Edge = tuple[int, int]  # the number of a node, and which of its outputs' gradients
@@ -47,6 +47,17 @@ class Graph:
     def edge(self, edge: Edge) -> GradientEdge:
         """The live edge, as torch's engine takes it."""
         return GradientEdge(self.nodes[edge[0]], edge[1])
+
+
+def accumulation_below(node: Node) -> list[Node]:
+    """The nodes at which what flows through ``node`` ends."""
+    seen, todo = {node}, [node]
+    for current in todo:
+        for child, _ in current.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return [current for current in todo if is_accumulate(current)]
 
 
 def is_accumulate(node: Node) -> bool:
