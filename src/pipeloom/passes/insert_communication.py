@@ -15,9 +15,13 @@ words of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import Product
+from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.time_order import walk_in_time_order
 
@@ -49,36 +53,72 @@ def insert_communication(schedule: Schedule) -> Schedule:
             f"{schedule.name} has communication already; insert_communication takes the "
             "compute-only order (strip_communication gives it, or use the program as it is)"
         )
-    table = schedule.dependencies
-    rank_of = schedule.placement.rank_of
+    with paused_garbage_collection():
+        return schedule.with_actions(_insert(schedule), has_communication=True)
+
+
+def _insert(schedule: Schedule) -> list[list[Action]]:
+    new = tuple.__new__  # What Action(…) comes to, without its call in between.
+    routes = _Routes(schedule)
     programs: list[list[Action]] = [[] for _ in schedule.actions]
-    consumers_of: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for instant in walk_in_time_order(schedule):
-        messages: list[tuple[tuple[int, int, int], int, Product, int]] = []
-        for rank, _, products in instant.ended:
-            for product in products:
-                kind_of_product = product[:2]
-                consumers = consumers_of.get(kind_of_product)
-                if consumers is None:
-                    consumers = consumers_of[kind_of_product] = [
-                        (stage, rank_of(stage)) for stage in table.remote_consumers(product)
-                    ]
-                for stage, receiver in consumers:
-                    messages.append((_turn(rank, receiver), receiver, product, stage))
-        if len(messages) > 1:
-            messages.sort()
-        for (_, _, sender), receiver, product, stage in messages:
-            send, receive = table.make_message(product, stage)
-            programs[sender].append(send)
-            programs[receiver].append(receive)
-        for rank, action in instant.started:
+        messages: list[_Message] = []
+        for _, action, _ in instant.ended:
+            for part in action[3] or (action,):
+                microbatch = part[2]
+                for route in routes[part[0], part[1]]:
+                    messages.append((route[0], route, microbatch))  # noqa: PERF401
+        messages.sort(key=_turn_of)
+        for _, (_, sender, receiver, send, receive), microbatch in messages:
+            kind, stage, _, parts, peer = send
+            programs[sender].append(new(Action, (kind, stage, microbatch, parts, peer)))
+            kind, stage, _, parts, peer = receive
+            programs[receiver].append(new(Action, (kind, stage, microbatch, parts, peer)))
+        for rank, action, _ in instant.started:
             programs[rank].append(action)
-    return schedule.with_actions(programs, has_communication=True)
+    return programs
 
 
-def _turn(sender: int, receiver: int) -> tuple[int, int, int]:
+class _Route(NamedTuple):
+    """How what a stage produces reaches a stage of another rank, for any microbatch."""
+
+    turn: int
+    sender: int
+    receiver: int
+    send: Action
+    receive: Action
+
+
+#: Its turn, its route, its microbatch.
+_Message: TypeAlias = tuple[int, _Route, int | None]
+_turn_of = itemgetter(0)
+
+
+class _Routes(dict[tuple[Kind, int | None], list[_Route]]):
+    """The routes for what actions of a kind and stage produce, worked out when first asked for."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__()
+        self.table = schedule.dependencies
+        self.rank_of = schedule.placement.rank_of
+
+    def __missing__(self, key: tuple[Kind, int | None]) -> list[_Route]:
+        routes = self[key] = list(self._find(Action(*key, 0)))
+        return routes
+
+    def _find(self, action: Action) -> Iterator[_Route]:
+        num_ranks = self.table.placement.num_ranks
+        for product in self.table.produces(action):
+            sender = self.rank_of(product[1])
+            for stage in self.table.remote_consumers(product):
+                receiver = self.rank_of(stage)
+                send, receive = self.table.make_message(product, stage)
+                yield _Route(_turn(sender, receiver, num_ranks), sender, receiver, send, receive)
+
+
+def _turn(sender: int, receiver: int, num_ranks: int) -> int:
     """Where among the messages of one instant: the edges of the ring 0–1–2–…–0, every other one
     first."""
-    low, high = (sender, receiver) if sender < receiver else (receiver, sender)
+    low, high = min(sender, receiver), max(sender, receiver)
     edge = low if high - low == 1 else high
-    return (edge % 2, edge, sender)
+    return ((edge % 2) * num_ranks + edge) * num_ranks + sender

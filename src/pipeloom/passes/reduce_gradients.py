@@ -82,14 +82,15 @@ def _count_backwards(schedule: Schedule, groups: list[tuple[int, ...]]) -> dict[
 
 
 def _reduce_in_time_order(schedule: Schedule, groups: list[tuple[int, ...]]) -> Schedule:
+    produces = schedule.dependencies.produces
     rank_of = schedule.placement.rank_of
     group_of = {stage: group for group in groups for stage in group}
     left = _count_backwards(schedule, groups)
     programs: list[list[Action]] = [[] for _ in schedule.actions]
     for instant in walk_in_time_order(schedule):
         completed: dict[tuple[int, ...], None] = {}
-        for _, _, products in instant.ended:
-            for what, stage, _, _ in products:
+        for _, action, _ in instant.ended:
+            for what, stage, _, _ in produces(action):
                 if what == WEIGHT_GRADIENT and stage in left:
                     left[stage] -= 1
                     group = group_of[stage]
@@ -98,7 +99,7 @@ def _reduce_in_time_order(schedule: Schedule, groups: list[tuple[int, ...]]) -> 
         for group in sorted(completed):
             for stage in group:
                 programs[rank_of(stage)].append(_reduction(stage))
-        for rank, action in instant.started:
+        for rank, action, _ in instant.started:
             programs[rank].append(action)
     return schedule.with_actions(programs)
 
