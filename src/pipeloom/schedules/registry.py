@@ -22,6 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ParamSpec, overload
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.entry import (
     Constraint,
@@ -97,9 +98,9 @@ def build_schedule(
 rounds, microbatches // ranks: 8 or 10, not 9
     """
     entry = find_schedule(name)
-    return entry.build_checked(
-        Shape(ranks, microbatches, entry.default_chunks if chunks is None else chunks, options)
-    )
+    shape = Shape(ranks, microbatches, entry.default_chunks if chunks is None else chunks, options)
+    with paused_garbage_collection():
+        return entry.build_checked(shape)
 
 
 def list_schedules() -> tuple[ScheduleEntry, ...]:
