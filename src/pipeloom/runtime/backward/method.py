@@ -8,10 +8,31 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["BackwardMethod", "Choice", "Gradients", "SavedMicrobatch", "SplitBackwardWarning"]
+__all__ = [
+    "BackwardMethod",
+    "Choice",
+    "Gradients",
+    "Root",
+    "SavedMicrobatch",
+    "SplitBackwardWarning",
+    "hold_roots",
+]
 
 Gradients = list[Tensor | None]
+
+#: Where a backward starts: an output, or only its place in the graph, so that the output's own
+#: memory can go once the next stage has it.
+Root = Tensor | GradientEdge
+
+
+def hold_roots(outputs: Sequence[Tensor]) -> list[Root]:
+    """Keep the graph of outputs without keeping the outputs; losses are kept, being one number."""
+    return [
+        get_gradient_edge(output) if output.grad_fn is not None and output.numel() > 1 else output
+        for output in outputs
+    ]
 
 
 class SplitBackwardWarning(UserWarning):
@@ -43,7 +64,7 @@ class SavedMicrobatch:
 
     microbatch: int
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[Root]
     pending: Any = None
     done: str = "F"
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.backward.method import Choice, Gradients, SavedMicrobatch
+from pipeloom.runtime.backward.method import (
+    Choice,
+    Gradients,
+    Root,
+    SavedMicrobatch,
+    hold_roots,
+)
 from pipeloom.runtime.backward.phases import enter_phase
 
 __all__ = ["UserWeightBackward", "WholeBackward", "output_roots", "run_full"]
 
 
 def output_roots(
-    outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+    outputs: Sequence[Root], output_grads: Sequence[Tensor | None] | None
 ) -> tuple[list[int], list[Tensor]]:
     """Which outputs the backward starts from, and their gradients.
 
@@ -27,12 +34,16 @@ def output_roots(
     ([0], [tensor([1., 1.])])
     """
     if output_grads is None:
-        chosen = [index for index, output in enumerate(outputs) if output.requires_grad]
-        return chosen, [torch.ones_like(outputs[index]) for index in chosen]
+        losses = [
+            (index, output)
+            for index, output in enumerate(outputs)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        return [index for index, _ in losses], [torch.ones_like(loss) for _, loss in losses]
     positions: list[int] = []
     grads: list[Tensor] = []
     for index, (output, grad) in enumerate(zip(outputs, output_grads, strict=True)):
-        if grad is not None and output.requires_grad:
+        if grad is not None and (not isinstance(output, Tensor) or output.requires_grad):
             positions.append(index)
             grads.append(grad)
     return positions, grads
@@ -41,7 +52,8 @@ def output_roots(
 def run_full(saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None) -> Gradients:
     """An ordinary backward; ``.grad`` of the inputs stays as it was."""
     positions, grads = output_roots(saved.outputs, output_grads)
-    outputs, inputs = [saved.outputs[index] for index in positions], saved.inputs
+    outputs: Any = [saved.outputs[index] for index in positions]
+    inputs = saved.inputs
     saved.release_graph()
     before = [leaf.grad for leaf in inputs]
     for leaf in inputs:
@@ -68,7 +80,7 @@ class WholeBackward:
     def save(
         self, *, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> SavedMicrobatch:
-        return SavedMicrobatch(microbatch, list(inputs), list(outputs))
+        return SavedMicrobatch(microbatch, list(inputs), hold_roots(outputs))
 
     def full(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
