@@ -160,6 +160,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
     os.dup2(output.fileno(), 2)
     sys.stdout = sys.stderr = output
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
+    # Without it gloo looks up this host's name, which can take seconds.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 

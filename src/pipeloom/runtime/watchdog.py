@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import RankLost, StepError
 from pipeloom.runtime.stall import RankReport, explain_stall
-from pipeloom.runtime.transport.connections import connect_to_store, hang_up
+from pipeloom.runtime.transport.connections import hang_up
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -66,7 +66,7 @@ class Watcher:
         self.failure: StepError | None = None
         self._connections = dict(connections)
         self._descriptions = descriptions
-        self._store = connect_to_store(store, timeout=_STORE_SECONDS)
+        self._store = store
         self._failure_key = failure_key
         self._report = report
         self._on_failure = on_failure

@@ -9,7 +9,7 @@
 The store of the process group tells where everybody listens, so that whatever brought the group
 together (torchrun, a file, an address) brings these connections together as well. The higher rank
 connects to the lower one. A connection opens with a key that only members of the group can read in
-the store; any other caller is hung up on.
+the store, and is confirmed; any other caller is hung up on.
 
 Why not the group's own sends and receives: a receive that waits in gloo cannot be woken, neither by
 ``abort()`` nor by destroying the group while the peer waits too, only by the peer's exit. A socket
@@ -29,20 +29,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from pipeloom.errors import RankLost
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-__all__ = ["Connections", "Member", "Purpose", "connect_to_store"]
+__all__ = ["Connections", "Member", "Purpose"]
 
 _KEY_BYTES = 32
 _OPENING = struct.Struct(f"!{_KEY_BYTES}sIH")
+_WELCOME = b"!"
 _IO_BUFFERS = 1024
+#: How long one of several addresses of a peer may take to answer at all.
+_CONNECT_SECONDS = 10.0
 
 #: What a connection is for: "control", "messages" or "sum of stage 3".
 Purpose = str
@@ -73,7 +73,7 @@ class Connections:
         self.rank = group.rank()
         self.num_ranks = group.size()
         self._timeout = timeout
-        store = connect_to_store(group.get_group_store(), timeout=timeout)
+        store = group.get_group_store()
         # The n-th transport of this rank meets the n-th transport of the others.
         number = store.add(f"pipeloom/{group.group_name}/{self.rank}", 1)
         self._prefix = f"pipeloom/{group.group_name}/transport {number}"
@@ -128,6 +128,7 @@ class Connections:
 
     def _await_value(self, key: str, *, of_rank: int) -> bytes:
         try:
+            self.store.wait([self.name(key)], timedelta(seconds=self._timeout))
             return self.store.get(self.name(key))
         except RuntimeError as error:
             raise RankLost(
@@ -139,27 +140,36 @@ class Connections:
 
     def _connect(self, peer: int, purpose: Purpose, deadline: float) -> socket.socket:
         member = self.members[peer]
-        same_machine = member.machine == self.members[self.rank].machine
+        # Loopback is the surest way on one machine and a wrong one everywhere else.
+        loopback = ["127.0.0.1"] if member.machine == self.members[self.rank].machine else []
         tried = []
-        for address in member.addresses:
-            if not same_machine and address.startswith("127."):
-                continue
+        for address in loopback + [one for one in member.addresses if not one.startswith("127.")]:
+            remaining = max(deadline - time.monotonic(), 0.1)
             try:
-                connection = socket.create_connection(
-                    (address, member.port), timeout=max(deadline - time.monotonic(), 1.0)
-                )
-            except OSError as error:
+                return self._call(address, member.port, purpose, remaining)
+            except (OSError, EOFError) as error:
                 tried.append(f"{address}: {error}")
-                continue
-            name = purpose.encode()
-            connection.sendall(_OPENING.pack(self._key, self.rank, len(name)) + name)
-            return _prepare(connection)
         raise RankLost(
             f"rank {self.rank} cannot connect to rank {peer} ({member.description}, port "
             f"{member.port}): {'; '.join(tried) or 'it published no address'}. Set "
             f"GLOO_SOCKET_IFNAME to the network interface that the ranks share.",
             rank=peer,
         )
+
+    def _call(self, address: str, port: int, purpose: Purpose, seconds: float) -> socket.socket:
+        """Connect, and say who is calling what for."""
+        connection = socket.create_connection(
+            (address, port), timeout=min(seconds, _CONNECT_SECONDS)
+        )
+        try:
+            connection.settimeout(seconds)
+            name = purpose.encode()
+            connection.sendall(_OPENING.pack(self._key, self.rank, len(name)) + name)
+            receive_exactly(connection, len(_WELCOME))
+        except BaseException:
+            connection.close()
+            raise
+        return _prepare(connection)
 
     def _accept(self, missing: Sequence[tuple[int, Purpose]], deadline: float) -> None:
         """Take one caller in, or say who did not call."""
@@ -179,16 +189,10 @@ class Connections:
             key, peer, length = _OPENING.unpack(opening)
             if hmac.compare_digest(key, self._key):
                 purpose = receive_exactly(connection, length).decode()
+                connection.sendall(_WELCOME)
                 self._accepted[peer, purpose] = _prepare(connection)
                 return
         connection.close()
-
-
-def connect_to_store(store: Store, *, timeout: float) -> Store:
-    """A connection to a store of one's own, so that nobody who waits in another holds it up."""
-    copy: Store = store.clone()  # type: ignore[attr-defined]
-    copy.set_timeout(timedelta(seconds=timeout))
-    return copy
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
@@ -273,10 +277,10 @@ def _own_addresses() -> list[str]:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((towards, 9))
             found[probe.getsockname()[0]] = None
+    # Asking the interfaces, because looking up one's own name can take seconds.
     with suppress(OSError):
-        for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            found[str(entry[4][0])] = None
-    found["127.0.0.1"] = None
+        for _, name in socket.if_nameindex():
+            found.update(dict.fromkeys(_addresses_of_interface(name)))
     return list(found)
 
 
