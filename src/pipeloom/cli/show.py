@@ -1,7 +1,14 @@
-"""``pipeloom show``: print a schedule, or save it or its picture."""
+"""``pipeloom show``: draw or print a schedule, or save it or its picture.
+
+::
+
+    to a terminal    the simulated timeline, in colour        --as timeline
+    to a pipe        the order, which can be parsed again     --as order
+"""
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +27,17 @@ from pipeloom.cli.common import (
     check_target,
     resolve_schedule,
 )
+from pipeloom.errors import ScheduleError
 from pipeloom.ir.notation import format_grid
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import schedule_to_json
+
+
+class View(StrEnum):
+    """What is printed."""
+
+    TIMELINE = "timeline"
+    ORDER = "order"
 
 
 class Direction(StrEnum):
@@ -43,6 +58,14 @@ def run(
     ranks_as: Annotated[
         Direction, typer.Option("--ranks-as", help="How ranks lie in the grid.")
     ] = Direction.ROWS,
+    view: Annotated[
+        View | None,
+        typer.Option(
+            "--as",
+            help="The simulated timeline, or the order alone.",
+            show_default="timeline in a terminal, order in a pipe",
+        ),
+    ] = None,
     save: Annotated[
         list[Path] | None,
         typer.Option(
@@ -81,9 +104,32 @@ def run(
     elif save:
         for path in save:
             print(f"wrote {path}")
+    elif view is View.TIMELINE:
+        draw(schedule)
+    elif view is None and ranks_as is Direction.ROWS and sys.stdout.isatty():
+        try:
+            draw(schedule)
+        except ScheduleError as error:
+            # A program that cannot run has no timeline, and is looked at all the more.
+            print(format_grid(schedule))
+            print(f"\nno timeline can be drawn: {error}", file=sys.stderr)
     else:
         columns = ranks_as is Direction.COLUMNS
         print(format_grid(schedule, ranks_as="columns" if columns else "rows"))
+
+
+def draw(schedule: Schedule) -> None:
+    """Draw the simulated timeline: as wide as the terminal, in the characters it has."""
+    from rich.console import Console
+
+    from pipeloom.simulate.engine import simulate
+    from pipeloom.view.text import can_encode, draw_coloured
+
+    console = Console(highlight=False, soft_wrap=True)
+    picture = draw_coloured(
+        simulate(schedule), width=console.width, unicode=can_encode(console.encoding)
+    )
+    console.print(picture, end="")
 
 
 def save_as(schedule: Schedule, path: Path) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.timeline import Timeline
+from pipeloom.ir.timeline_comparison import compare_timelines
 from pipeloom.view.links import find_lifetimes, find_links
 from pipeloom.view.palette import DARK, LIGHT, STYLE_OF_CAUSE, STYLE_OF_KIND, style_of_cause
 from pipeloom.view.picture import Picture
@@ -257,20 +259,28 @@ def _find_factor(picture: Picture, first: Picture) -> tuple[float, bool]:
 
 def _match_baseline(picture: Picture, pictures: Sequence[Picture]) -> tuple[int | None, list[int]]:
     """The first other timeline in which the same ranks compute the same actions, and where each
-    action is in it."""
+    action is in it (-1: nowhere)."""
     own = _computations(picture)
     for index, other in enumerate(pictures):
         if other is picture:
             break
-        if _computations(other) == own:
-            place = {(s.rank, s.action): i for i, s in enumerate(other.timeline.spans)}
-            spans = picture.timeline.spans
-            return index, [place.get((span.rank, span.action), -1) for span in spans]
+        if _computations(other) != own:
+            continue
+        spans, base = picture.timeline.spans, other.timeline.spans
+        # Spans are told apart by what they are, not by what they say: two can be equal.
+        place = {id(span): position for position, span in enumerate(spans)}
+        base_place = {id(span): position for position, span in enumerate(base)}
+        matches = [-1] * len(spans)
+        for pair in compare_timelines(other.timeline, picture.timeline).differences:
+            matches[place[id(pair.second)]] = base_place[id(pair.first)]
+        return index, matches
     return None, []
 
 
-def _computations(picture: Picture) -> set[tuple[int, Action]]:
-    return {(span.rank, span.action) for span in picture.timeline.spans if span.lane == "compute"}
+def _computations(picture: Picture) -> Counter[tuple[int, Action]]:
+    return Counter(
+        (span.rank, span.action) for span in picture.timeline.spans if span.lane == "compute"
+    )
 
 
 assert set(STYLE_OF_KIND) == set(Kind), "every kind of action has a row in the palette"

@@ -4,8 +4,8 @@
 
     F  ████  blue                 warm-up        ░ almost white
     I  ████  orange               waiting        ▒ mauve grey, falling lines
-    W  ████  yellow, dots         communication  ░ mint, dots
-    B  ▨▨▨▨  vermilion, lines     drain          ▒ warm grey, lines
+    W  ████  yellow, dots         communication  ░ mint, lines
+    B  ▨▨▨▨  vermilion, lines     drain          ▒ warm grey, dots
 
 The colours are those of Okabe and Ito, moved by as little as makes any two of them differ by at
 least 15 (CIEDE2000) to eyes without red, green or blue cones. In grey, where blue and vermilion
@@ -64,8 +64,8 @@ STYLE_OF_KIND: dict[Kind, Style] = {
 STYLE_OF_CAUSE: dict[str, Style] = {
     "warm-up": Style("warm-up", ".", "#EDF3FF", "plain", "#5B6675", "nothing has arrived yet"),
     "waiting": Style("waiting", "-", "#8C7A89", "falling", "#EDE7EC", "for another rank's action"),
-    "communication": Style("communication", "~", "#C0FFD6", "dots", "#2C6B47", "for a message"),
-    "drain": Style("drain", "_", "#B9B1AF", "horizontal", "#5E5856", "nothing is left to do"),
+    "communication": Style("communication", "~", "#C0FFD6", "vertical", "#2C6B47", "for a message"),
+    "drain": Style("drain", "_", "#B9B1AF", "dots", "#5E5856", "nothing is left to do"),
 }
 
 _UNKNOWN_CAUSE = Style("idle", ".", "#E3E5EA", "plain", "#5B6675", "idle")

@@ -52,10 +52,15 @@ def format_memory(value: float, unit: str) -> str:
 
     >>> format_memory(3 * 2**30, "bytes"), format_memory(4.5, "")
     ('3 GiB', '4.5')
+    >>> format_memory(0.5, "GiB"), format_memory(80, "GB")
+    ('512 MiB', '80 GB')
     """
-    if unit not in _BYTE_UNITS:
+    if unit not in _BYTE_UNITS and unit not in _BINARY:
         return f"{format_number(value)} {unit}".strip()
-    power = 0
+    power = _BINARY.index(unit) if unit in _BINARY else 0
+    while 0 < abs(value) < 1 and power > 0:
+        value *= 1024
+        power -= 1
     while abs(value) >= 1024 and power < len(_BINARY) - 1:
         value /= 1024
         power += 1

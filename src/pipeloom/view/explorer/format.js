@@ -21,10 +21,13 @@ export function formatTime(value, timeline) {
 }
 
 export function formatMemory(value, timeline) {
-  if (!["B", "byte", "bytes"].includes(timeline.memoryUnit)) {
-    return `${formatNumber(value)} ${timeline.memoryUnit}`.trim();
+  const { memoryUnit } = timeline;
+  let power = ["byte", "bytes"].includes(memoryUnit) ? 0 : BINARY.indexOf(memoryUnit);
+  if (power < 0) return `${formatNumber(value)} ${memoryUnit}`.trim();
+  while (value && Math.abs(value) < 1 && power > 0) {
+    value *= 1024;
+    power--;
   }
-  let power = 0;
   while (Math.abs(value) >= 1024 && power < BINARY.length - 1) {
     value /= 1024;
     power++;
