@@ -111,6 +111,7 @@ class _Pass(torch.autograd.Function):
         return (None,) * ctx.count
 
 
+@torch.no_grad()
 def add_weight_gradients(pending: Pending) -> None:
     """Add everything that is pending to ``.grad``; empties ``pending`` as it goes."""
     plan = pending.plan
@@ -141,7 +142,7 @@ def add_weight_gradients(pending: Pending) -> None:
         if parameter is None or not _fits(parameter, kept.grad):
             send(kept.target, kept.grad)
         else:
-            _add_tensor(parameter, kept.grad)
+            _store(parameter, kept.grad, fresh=False)
             arrived[id(parameter)] = parameter
     pending.gradients = []
     for group in roots.values():
@@ -152,6 +153,7 @@ def add_weight_gradients(pending: Pending) -> None:
         torch.autograd.backward(passed, torch.empty(()))
 
 
+@torch.no_grad()
 def add_early(pending: Pending, nodes: frozenset[int]) -> None:
     """Add the products of some nodes now, where nobody listens to their parameters."""
     if not nodes:
@@ -168,6 +170,7 @@ def add_early(pending: Pending, nodes: frozenset[int]) -> None:
     pending.products = staying
 
 
+@torch.no_grad()
 def weight_gradients(pending: Pending) -> dict[int, Tensor]:
     """The gradients that W would add, per parameter's node, without adding or freeing anything."""
     edges = [(kept.target, kept.grad) for kept in pending.gradients]
@@ -234,24 +237,14 @@ def _fits(parameter: Tensor, grad: Tensor) -> bool:
 
 def _add_product(parameter: Tensor, product: Product) -> None:
     use, total = product.use, parameter.grad
-    with torch.no_grad():
-        if (
-            total is not None
-            and use.recipe.add_to is not None
-            and total.dtype == product.grad.dtype
-        ):
-            use.recipe.add_to(total, product.grad, product.operands, use.transposed)
-            return
-        value = use.recipe.compute(product.grad, product.operands, use.transposed)
-        if value.layout is not torch.strided:  # an embedding that asked for sparse gradients
-            parameter.grad = value if total is None else total.add_(value)
-        else:
-            _store(parameter, value, fresh=True)
-
-
-def _add_tensor(parameter: Tensor, grad: Tensor) -> None:
-    with torch.no_grad():
-        _store(parameter, grad, fresh=False)
+    if total is not None and use.recipe.add_to is not None and total.dtype == product.grad.dtype:
+        use.recipe.add_to(total, product.grad, product.operands, use.transposed)
+        return
+    value = use.recipe.compute(product.grad, product.operands, use.transposed)
+    if value.layout is not torch.strided:  # an embedding that asked for sparse gradients
+        parameter.grad = value if total is None else total.add_(value)
+    else:
+        _store(parameter, value, fresh=True)
 
 
 def _store(parameter: Tensor, value: Tensor, *, fresh: bool) -> None:

@@ -16,17 +16,12 @@ from pipeloom.runtime.backward.recipes import Recipe
 from pipeloom.runtime.backward.self_check import structural_faults
 from pipeloom.runtime.backward.walk import Graph
 
-__all__ = ["Decision", "decide", "has_compiled_code", "learnable_layers"]
+__all__ = ["Decision", "decide", "learnable_layers"]
 
 # Products without a recipe whose backward computes each half on its own: worth a later run.
 RERUN_TYPES = frozenset({"CdistBackward0", "LinearBackward0", "TrilinearBackward0"})
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 COMPILED = "CompiledFunctionBackward"
-
-
-def has_compiled_code(graph: Graph) -> bool:
-    """Whether part of the graph was made by ``torch.compile``; it can be run backward only once."""
-    return any(kind.__name__ == COMPILED for kind in graph.shape.types)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +37,8 @@ class Decision:
     uncovered: tuple[str, ...] = ()
     unlearned: frozenset[int] = frozenset()
     wants_boxes: bool = False
+    watches: bool = False  # layers inside checkpoints are to be watched during I
+    runs_once: bool = False  # compiled code is part of it, whose backward cannot run twice
 
     def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:
         """The same stage without a split."""
@@ -113,7 +110,14 @@ def decide(
         if label == "graph"
         else "weight products are computed at W"
     )
-    return Decision(Choice(label, reason, later, now), plan, (), learn, wants_boxes)
+    return Decision(
+        Choice(label, reason, later, now),
+        plan,
+        unlearned=learn,
+        wants_boxes=wants_boxes,
+        watches=bool(learn) or any(use.recomputed for use in plan.deferred),
+        runs_once=any(kind.__name__ == COMPILED for kind in graph.shape.types),
+    )
 
 
 def _hidden_parameters(

@@ -34,7 +34,6 @@ from pipeloom.runtime.backward.checkpointing import linear_owners, noted_inputs
 from pipeloom.runtime.backward.decide import (
     Decision,
     decide,
-    has_compiled_code,
     learnable_layers,
 )
 from pipeloom.runtime.backward.method import (
@@ -42,6 +41,7 @@ from pipeloom.runtime.backward.method import (
     Gradients,
     SavedMicrobatch,
     SplitBackwardWarning,
+    hold_roots,
 )
 from pipeloom.runtime.backward.phases import enter_phase, where
 from pipeloom.runtime.backward.plan import Plan
@@ -93,7 +93,7 @@ class SplitBackward:
         self, *, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> SavedMicrobatch:
         boxes, self._boxes = self._boxes, None
-        saved = SavedMicrobatch(microbatch, list(inputs), list(outputs), pending=boxes)
+        saved = SavedMicrobatch(microbatch, list(inputs), hold_roots(outputs), pending=boxes)
         if self.choice is None:
             graph = read_graph(saved.inputs, saved.outputs)
             self._decide(graph, boxed=boxes is not None, microbatch=microbatch)
@@ -124,7 +124,7 @@ class SplitBackward:
             return run_full(saved, output_grads)
         inputs = saved.inputs
         saved.release_graph()
-        trusted = decision in self._checked or has_compiled_code(graph)
+        trusted = decision.runs_once or decision in self._checked
         if self.self_check != "numeric" or trusted:
             limit = self._limit(graph, decision)
             gradients, pending = self._run(graph, decision, inputs, grads, boxes, saved.microbatch)
@@ -244,9 +244,11 @@ class SplitBackward:
         taken = [
             () if use.recomputed else use.recipe.take(nodes[use.node]) for use in plan.deferred
         ]
-        layers = learnable_layers(graph, decision, linear_owners(self.module))
+        notes: dict[int, list[Tensor]] = {}
         with ExitStack() as during:
-            notes = during.enter_context(noted_inputs(layers)) if layers else {}
+            if decision.watches:
+                layers = learnable_layers(graph, decision, linear_owners(self.module))
+                notes = during.enter_context(noted_inputs(layers))
             found = self._engine_run(graph, plan, inputs, grads, keep_graph=bool(plan.reruns))
         wanted = sum(leaf.requires_grad for leaf in inputs)
         mine = iter(found[:wanted])

@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeloom.runtime.backward.method import Root
+
 __all__ = ["Edge", "Graph", "GraphShape", "accumulation_below", "is_accumulate", "read_graph"]
 
 Node = Any  # torch's node classes share no importable base that carries these attributes
@@ -65,7 +67,7 @@ def is_accumulate(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
     """Number the graph between ``outputs`` and everything that needs a gradient.
 
     >>> import torch
@@ -78,9 +80,10 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
     number: dict[Node, int] = {}
     roots: list[Edge] = []
     for output in outputs:
-        if not output.requires_grad:
+        if isinstance(output, Tensor) and not output.requires_grad:
             continue
-        node, output_nr = get_gradient_edge(output)[:2]
+        edge = get_gradient_edge(output) if isinstance(output, Tensor) else output
+        node, output_nr = edge[:2]
         if node not in number:
             number[node] = len(nodes)
             nodes.append(node)
