@@ -44,6 +44,8 @@ class World:
     activation: dict[int, float] = field(default_factory=dict)
     retained: dict[int, float] = field(default_factory=dict)
     buffer: dict[int, float] = field(default_factory=dict)
+    #: (rank, position) → ticks that this very computation takes longer.
+    delays: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -166,7 +168,7 @@ class _Run:
         if kind in COMPUTE:
             if not self.ready(rank, action):
                 return False
-            ticks = self.ticks_of(action)
+            ticks = self.ticks_of(action) + self.w.delays.get((rank, position), 0)
             self.computing[rank] = (position, self.now + ticks)
             self.result.times[rank, position] = (self.now, self.now + ticks)
             for part in action.parts or (action,):
