@@ -55,7 +55,8 @@ class StepLoss:
                 f"loss_fn must return one number as a tensor, not {what}; take the mean or, with "
                 "loss_weight, the sum"
             )
-        self.losses[microbatch] = loss.detach().reshape(())
+        # A copy: the storage behind a mean may be as large as what it was taken of.
+        self.losses[microbatch] = loss.detach().reshape(()).clone()
         if self._require_finite and not torch.isfinite(loss).item():
             raise FloatingPointError(f"the loss of microbatch {microbatch} is {loss.item()}")
         share: Tensor = loss / self.total_weight
