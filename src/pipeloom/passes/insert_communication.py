@@ -61,6 +61,7 @@ def _insert(schedule: Schedule) -> list[list[Action]]:
     new = tuple.__new__  # What Action(…) comes to, without its call in between.
     routes = _Routes(schedule)
     programs: list[list[Action]] = [[] for _ in schedule.actions]
+    append_to = [program.append for program in programs]
     for instant in walk_in_time_order(schedule):
         messages: list[_Message] = []
         for _, action, _ in instant.ended:
@@ -69,13 +70,12 @@ def _insert(schedule: Schedule) -> list[list[Action]]:
                 for route in routes[part[0], part[1]]:
                     messages.append((route[0], route, microbatch))  # noqa: PERF401
         messages.sort(key=_turn_of)
-        for _, (_, sender, receiver, send, receive), microbatch in messages:
-            kind, stage, _, parts, peer = send
-            programs[sender].append(new(Action, (kind, stage, microbatch, parts, peer)))
-            kind, stage, _, parts, peer = receive
-            programs[receiver].append(new(Action, (kind, stage, microbatch, parts, peer)))
+        for _, route, microbatch in messages:
+            _, sender, receiver, send, from_stage, to, receive, to_stage, source = route
+            append_to[sender](new(Action, (send, from_stage, microbatch, (), to)))
+            append_to[receiver](new(Action, (receive, to_stage, microbatch, (), source)))
         for rank, action, _ in instant.started:
-            programs[rank].append(action)
+            append_to[rank](action)
     return programs
 
 
@@ -85,8 +85,13 @@ class _Route(NamedTuple):
     turn: int
     sender: int
     receiver: int
-    send: Action
-    receive: Action
+    #: Kind, stage and peer of both ends.
+    send: Kind
+    from_stage: int | None
+    send_peer: int | None
+    receive: Kind
+    to_stage: int | None
+    receive_peer: int | None
 
 
 #: Its turn, its route, its microbatch.
@@ -113,7 +118,9 @@ class _Routes(dict[tuple[Kind, int | None], list[_Route]]):
             for stage in self.table.remote_consumers(product):
                 receiver = self.rank_of(stage)
                 send, receive = self.table.make_message(product, stage)
-                yield _Route(_turn(sender, receiver, num_ranks), sender, receiver, send, receive)
+                turn = _turn(sender, receiver, num_ranks)
+                ends = [(end.kind, end.stage, end.peer) for end in (send, receive)]
+                yield _Route(turn, sender, receiver, *ends[0], *ends[1])
 
 
 def _turn(sender: int, receiver: int, num_ranks: int) -> int:
