@@ -30,6 +30,9 @@ from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "torch.distributed.fsdp", "pipeloom.runtime.pipeline")
 
+#: So much of what a rank printed is shown when it fails.
+LOG_CHARACTERS = 6000
+
 Function = Callable[..., Any]
 
 
@@ -150,7 +153,8 @@ class ProcessPool:
         return text
 
     def _log_of(self, rank: int) -> str:
-        return f"── output of rank {rank}\n{self._logs[rank].read_text(errors='replace')}"
+        text = self._logs[rank].read_text(errors="replace")
+        return f"── output of rank {rank}\n{text[-LOG_CHARACTERS:]}"
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:

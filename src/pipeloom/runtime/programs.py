@@ -181,7 +181,7 @@ class Programs:
         if not schedule.has_communication:
             # A program that does not run is told so on what the user gave, not on what became of it
             verify(schedule, **self._model).raise_for_errors()
-            if schedule.has_backward and not schedule.sharded_stages and self._sharded:
+            if self._sharded and not schedule.sharded_stages:
                 schedule = lower(schedule, shard=self._sharded)
             else:
                 schedule = lower(schedule)
