@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-import pipeloom
 from pipeloom.cli.common import (
     AsJson,
     Channel,
@@ -23,6 +22,7 @@ from pipeloom.cli.common import (
     print_json,
     resolve_schedule,
 )
+from pipeloom.cost.files import load_costs
 from pipeloom.cost.units import parse_memory
 from pipeloom.errors import ScheduleError
 from pipeloom.verify.verifier import verify
@@ -74,7 +74,7 @@ def run(
         schedule = lower_schedule(schedule)
     cost_model = limit = None
     if costs is not None:
-        cost_model = pipeloom.load_costs(costs)
+        cost_model = load_costs(costs)
     if memory is not None:
         if cost_model is None:
             raise ScheduleError("--memory needs --costs FILE, which says what actions hold")

@@ -22,9 +22,11 @@ from pipeloom.cli.common import (
     print_json,
     resolve_schedule,
 )
+from pipeloom.cost.files import load_costs
+from pipeloom.cost.model import CostModel
 from pipeloom.passes.difference import Difference
 from pipeloom.passes.pipeline import PassPipeline, default_passes
-from pipeloom.passes.registry import Pass, list_passes, parse_pass
+from pipeloom.passes.registry import Pass, list_passes, make_pass, parse_pass
 
 
 def run(
@@ -55,6 +57,15 @@ def run(
     ] = False,
     sends: Sends = SendsChoice.RENDEZVOUS,
     channel: Channel = ChannelChoice.EDGE,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs",
+            metavar="FILE",
+            help="What stages weigh, for unshard_parameters:memory=…",
+            show_default=False,
+        ),
+    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -83,6 +94,8 @@ def run(
     passes: list[Pass] = default_passes(schedule)
     if run_passes is not None:
         passes = [parse_pass(text) for text in run_passes.split(",") if text.strip()]
+    if costs is not None:
+        passes = _give_costs(passes, load_costs(costs))
     pipeline = PassPipeline(passes, sends=sends.value, channel=channel.value)
     differences = pipeline.explain(schedule)
     result = differences[-1].after if differences else schedule
@@ -98,6 +111,14 @@ def run(
         print(f"wrote {save}")
     elif not show_each:
         print(result)
+
+
+def _give_costs(passes: list[Pass], costs: CostModel) -> list[Pass]:
+    """Costs for the passes that have a limit in memory."""
+    return [
+        make_pass(step.name, **step.arguments, costs=costs) if "memory" in step.arguments else step
+        for step in passes
+    ]
 
 
 def _list_passes(*, as_json: bool) -> None:

@@ -71,7 +71,8 @@ class Pass:
         )
 
     def __str__(self) -> str:
-        return ":".join([self.name, *(f"{k}={_write(v)}" for k, v in self.arguments.items())])
+        settings = [f"{k}={_write(v)}" for k, v in self.arguments.items() if k != "costs"]
+        return ":".join([self.name, *settings])
 
 
 def list_passes() -> list[Pass]:
@@ -144,4 +145,4 @@ def _read(text: str, type_text: str) -> Any:
 def _write(value: Any) -> str:
     if isinstance(value, (set, frozenset, tuple, list)):
         return "+".join(map(str, sorted(value)))
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

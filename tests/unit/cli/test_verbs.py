@@ -182,6 +182,18 @@ def test_a_memory_limit_needs_costs() -> None:
     assert err == "--memory needs --costs FILE, which says what actions hold\n"
 
 
+def test_a_memory_limit_is_checked_against_costs() -> None:
+    Path("costs.json").write_text(
+        '{"forward": 1, "input": 1, "weight": 1, "activation": 2, "memory_unit": "GiB"}'
+    )
+    arguments = ("check", "gpipe", "-r", "2", "-m", "4", "--costs", "costs.json", "--memory")
+    assert "checked: soundness" in pipeloom(*arguments, "8GiB")[0]
+    out, _ = pipeloom(*arguments, "7GiB", status=1)
+    assert "MEMORY_LIMIT at rank 0" in out
+    _, err = pipeloom(*arguments, "seven", status=2)
+    assert "'seven' is no amount of memory" in err
+
+
 # ── passes ───────────────────────────────────────────────────────────────────────────────────────
 
 SHOWN = """\
@@ -222,6 +234,15 @@ def test_the_result_is_saved() -> None:
     out, _ = pipeloom("passes", "1f1b", "-r", "2", "-m", "2", "--save", "program.csv")
     assert out.endswith("wrote program.csv\n")
     assert load_schedule("program.csv") == lower(build_schedule("1f1b", ranks=2, microbatches=2))
+
+
+def test_a_pass_with_a_limit_in_memory_takes_costs() -> None:
+    Path("costs.json").write_text('{"forward": 1, "input": 1, "weight": 1, "weights": 4}')
+    arguments = ("passes", "interleaved_1f1b", "-r", "2", "-m", "2", "--costs", "costs.json")
+    out, _ = pipeloom(*arguments, "--run", "unshard_parameters:memory=2")
+    assert out.startswith("unshard_parameters:memory=2: +6 UNSHARD")
+    _, err = pipeloom(*arguments, "--run", "unshard_parameters:memory=1", status=2)
+    assert "allow at least memory=" in err
 
 
 def test_without_a_schedule_the_passes_are_listed() -> None:
