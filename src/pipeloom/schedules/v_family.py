@@ -57,7 +57,7 @@ def v_half(
     """
     return _build(
         "v_half",
-        [_HALF_ODD] if ranks % 2 else _HALF_EVEN,
+        [_HALF_ODD if ranks % 2 else _HALF_EVEN],
         ranks=ranks,
         microbatches=microbatches,
         peak=(ranks + 2) // 2,
@@ -170,10 +170,7 @@ class _Hops:
 
 
 _HALF_ODD = _Hops(forward=(2, 1), backward=(2, 1), turns=(2, 1, 1), reach=0, overtakes=False)
-_HALF_EVEN = [
-    _Hops(forward=(2, 1), backward=(2, 1), turns=(2, 4, 1), reach=reach, overtakes=True)
-    for reach in (2, 4, 6)
-]
+_HALF_EVEN = _Hops(forward=(2, 1), backward=(2, 1), turns=(3, 4, 1), reach=2, overtakes=True)
 #: With p mod 3 = 0 a first backward right after the last forward would take the slot of a forward;
 #: with p mod 3 = 2 there is memory for a slower turn, which rank 0 needs to begin without a gap.
 _MIN_BY_REMAINDER = [
@@ -215,7 +212,7 @@ def _build(
         check_room(name, passes, least, memory_limit)
     shapes = list(for_equal_passes)
     if costs is not None or memory_limit is not None:
-        shapes += [_HALF_ODD, *_HALF_EVEN, *_MIN_BY_REMAINDER]
+        shapes += [_HALF_ODD, _HALF_EVEN, *_MIN_BY_REMAINDER]
     patterns = [shape.over(ranks) for shape in dict.fromkeys(shapes)]
     if costs is not None or memory_limit is not None:
         patterns += [
@@ -265,7 +262,7 @@ def _fit_full_backwards(ranks: int) -> list[Pattern]:
     upward = [min(chunks_at_peak // 2, 1 + 3 * rank // 2) for rank in range(ranks)]
     downward = [chunks_at_peak - chunks for chunks in upward]
     filled = replace(by_turn, eager=downward + upward[::-1], eager_later=chunks_at_peak - 1)
-    return [filled, by_turn]
+    return [filled, by_turn, replace(by_turn, reach=3 * ranks)]
 
 
 def _takes_a_place(taken: set[int], time: int, *, is_last: bool) -> bool:
