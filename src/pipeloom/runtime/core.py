@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError, StepError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.runtime.boundary import flatten
 from pipeloom.runtime.driver import drive, make_failure
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.gradients import finish_arguments
@@ -277,7 +276,7 @@ class PipelineCore:
                 StepInputs(
                     batch.arguments,
                     batch.keywords,
-                    training and _needs_grad(batch, first=not runner.predecessors),
+                    training and batch.needs_grad(is_first=not runner.predecessors),
                     losses.get(stage),
                     return_output,
                     training,
@@ -368,7 +367,7 @@ class PipelineCore:
         if not program.has_backward and not known.item():
             return StepResult(None, None, output)
         loss_type = self._find_loss_type(losses)
-        return StepResult(total.to(loss_type), tuple(one.to(loss_type) for one in each), output)
+        return StepResult(total.to(loss_type), each.to(loss_type).unbind(), output)
 
     def _find_loss_type(self, losses: Mapping[int, StepLoss]) -> torch.dtype:
         """The type that ``loss_fn`` returns, agreed on once between the processes."""
@@ -393,12 +392,6 @@ MOST_BOUND = 32
 
 def _alone(values: Tensor) -> Tensor:
     return values
-
-
-def _needs_grad(batch: Batch, *, first: bool) -> bool:
-    """True if a tensor among a stage's arguments wants its gradient."""
-    leaves = flatten((batch.arguments if first else (), batch.keywords))[0]
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _profiler_is_on() -> bool:

@@ -16,6 +16,7 @@ all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipeloom.ir.action import Action, Kind
@@ -296,7 +297,7 @@ def _bind_compute(name: str) -> Callable[[Executor, Action], Call]:
         method = getattr(executor._parts.runners[stage], name)
         side = executor._parts.data_parallel.get(stage)
         if side is None or not side.is_sharded:
-            return lambda: method(microbatch)
+            return partial(method, microbatch)
         wait = side.wait
 
         def call() -> None:

@@ -56,7 +56,8 @@ class StepLoss:
                 "loss_weight, the sum"
             )
         # A copy: the storage behind a mean may be as large as what it was taken of.
-        self.losses[microbatch] = loss.detach().reshape(()).clone()
+        kept = loss.detach().clone()
+        self.losses[microbatch] = kept.reshape(()) if kept.dim() else kept
         if self._require_finite and not torch.isfinite(loss).item():
             raise FloatingPointError(f"the loss of microbatch {microbatch} is {loss.item()}")
         share: Tensor = loss / self.total_weight

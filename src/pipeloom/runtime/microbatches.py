@@ -59,7 +59,7 @@ class Batch:
     [[0, 1, 2], [3, 4]]
     """
 
-    __slots__ = ("arguments", "forms", "keywords", "size", "targets")
+    __slots__ = ("arguments", "differentiable", "forms", "keywords", "size", "targets")
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Batch:
         targets: Sequence[Any],
         size: int | None = None,
         forms: tuple[int, ...] | None = None,
+        differentiable: frozenset[str] = frozenset(),
     ) -> None:
         self.arguments = arguments
         self.keywords = keywords
@@ -77,6 +78,12 @@ class Batch:
         #: Per microbatch a number, equal where all its tensors have the same shapes and types;
         #: ``None`` if that holds for all of them.
         self.forms = forms
+        #: Which of "args" and "kwargs" have tensors that want their gradient.
+        self.differentiable = differentiable
+
+    def needs_grad(self, *, is_first: bool) -> bool:
+        """True if a tensor among the arguments of a stage wants its gradient."""
+        return "kwargs" in self.differentiable or (is_first and "args" in self.differentiable)
 
 
 def split_batch(
@@ -119,7 +126,20 @@ def split_batch(
         [column[num_arguments] for column in columns],
         size,
         _number_forms(leaves, pieces),
+        frozenset(
+            [
+                leaf.name.partition("[")[0]
+                for leaf, column in zip(leaves, pieces, strict=True)
+                if _wants_grad(list(column) if leaf.is_cut_by_user else leaf.value)
+            ]
+        ),
     )
+
+
+def _wants_grad(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0])
 
 
 def _number_forms(
@@ -130,8 +150,7 @@ def _number_forms(
     cut = [
         [_form_of(piece) for piece in column]
         for leaf, column in zip(leaves, pieces, strict=True)
-        if not leaf.name.startswith("target")
-        and (leaf.is_split or any(piece is not column[0] for piece in column))
+        if not leaf.name.startswith("target") and (leaf.is_split or leaf.is_cut_by_user)
     ]
     numbers: dict[tuple[Any, ...], int] = {}
     forms = tuple([numbers.setdefault(form, len(numbers)) for form in zip(*cut, strict=True)])
@@ -214,6 +233,7 @@ class _Leaf:
         self.rule = rule
         self.declared = declared
         self.is_split = isinstance(rule, int) and isinstance(value, Tensor)
+        self.is_cut_by_user = isinstance(value, PreSplit) or callable(rule)
 
     @property
     def tells_batch(self) -> bool:

@@ -37,11 +37,11 @@ def share_losses(
     first_last_stage: int,
     device: torch.device,
     sum_over_processes: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The step's loss and those of the microbatches, from the last stages to every process.
 
     They travel as one sum in double precision, which holds every type of loss exactly: each entry
-    comes from one rank, the others add zero. Returns the number of known losses as the last.
+    comes from one rank, the others add zero. Returns the step's loss, the losses, their number.
 
     ::
 
@@ -60,7 +60,7 @@ def share_losses(
             values[-2] = loss.total_weight
     values = sum_over_processes(values)
     total = values[:num_microbatches].sum() / values[-2]
-    return total, values[:num_microbatches].unbind(), values[-1]
+    return total, values[:num_microbatches], values[-1]
 
 
 def type_of_losses(own: Mapping[int, StepLoss]) -> torch.dtype | None:
