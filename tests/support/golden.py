@@ -1,4 +1,7 @@
-"""Compare with a file under tests/golden; UPDATE_GOLDEN=1 writes it, to be looked at and committed."""
+"""Compare with a file under tests/golden.
+
+UPDATE_GOLDEN=1 writes the file, to be looked at and committed.
+"""
 
 from __future__ import annotations
 

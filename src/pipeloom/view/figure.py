@@ -16,7 +16,7 @@ Several pictures stand below each other on one time axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -24,10 +24,9 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.dependencies import simple_actions
 from pipeloom.ir.timeline import Timeline
 from pipeloom.view.density import measure_density
+from pipeloom.view.figure_parts import draw_legend, make_areas, number_chunks, outline_steps
 from pipeloom.view.links import find_links, find_messages
 from pipeloom.view.palette import (
-    STYLE_OF_CAUSE,
-    STYLE_OF_KIND,
     THEMES,
     Style,
     Theme,
@@ -41,7 +40,7 @@ from pipeloom.view.quantities import (
     format_number,
     format_time,
 )
-from pipeloom.view.scene import Area, Line, Points, Rect, Scene, Words, measure_text
+from pipeloom.view.scene import Area, Line, Rect, Scene, Words, measure_text
 
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 104.0, 14.0, 12.0
 #: More boxes than this carry no hints.
@@ -100,7 +99,7 @@ def draw_figure(timelines: Iterable[Timeline], options: FigureOptions) -> Scene:
     y = TOP
     for picture in pictures:
         y = _Panel(scene, picture, end, options).draw(y) + 10
-    y = _draw_legend(scene, pictures, options, y)
+    y = draw_legend(scene, pictures, theme=options.theme, left=LEFT, causes=options.causes, y=y)
     scene.height = y + BOTTOM
     return scene
 
@@ -131,7 +130,7 @@ class _Panel:
         self.gap = 7.0 if few else 3.0
         self.scale = (options.width - LEFT - RIGHT) / end if end > 0 else 0.0
         self.hints = len(picture.boxes) <= MOST_HINTS
-        self.chunk_of_stage = _number_chunks(picture)
+        self.chunk_of_stage = number_chunks(picture)
         self.place_of: dict[int, tuple[float, float, float]] = {}
 
     def draw(self, y: float) -> float:
@@ -295,7 +294,7 @@ class _Panel:
         step = (right - left) / columns
         for style, shares in density:
             tops = [floor - share * height for floor, share in zip(floors, shares, strict=True)]
-            self.scene.add(*_make_areas(tops, floors, left, step, style.colour))
+            self.scene.add(*make_areas(tops, floors, left, step, style.colour))
             floors = tops
 
     def _draw_memory(self, rank: int, y: float) -> float:
@@ -305,7 +304,7 @@ class _Panel:
         right = self.x(self.picture.end)
         curve = next((c for c in self.picture.memory if c.rank == rank), None)
         if curve is not None and curve.times and largest > 0:
-            outline = _outline(
+            outline = outline_steps(
                 [self.x(time) for time in curve.times],
                 [y + height * (1 - total / largest) for total in curve.totals],
                 right,
@@ -356,93 +355,3 @@ class _Panel:
         self.scene.add(
             Line((start, (to_x, to_y + (0 if down else to_height))), colour, width, arrow=arrow)
         )
-
-
-def _number_chunks(picture: Picture) -> dict[int, int]:
-    """Which of its rank's stages a stage is, in the order in which the rank first runs them."""
-    chunk_of: dict[int, int] = {}
-    next_of_rank: dict[int, int] = {}
-    for box in picture.boxes:
-        for part in simple_actions(box.action):
-            if part.stage is not None and part.stage not in chunk_of:
-                rank = picture.rows[box.row].rank
-                chunk_of[part.stage] = next_of_rank.get(rank, 0)
-                next_of_rank[rank] = chunk_of[part.stage] + 1
-    return chunk_of
-
-
-def _outline(xs: Sequence[float], ys: Sequence[float], right: float) -> Points:
-    """A step function, with as many points as can be told apart."""
-    points: list[tuple[float, float]] = []
-    column, highest = None, 0.0
-    dense = len(xs) > 2 * max(right - xs[0], 1.0)
-    for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        following = xs[index + 1] if index + 1 < len(xs) else right
-        if dense:
-            # Many steps in a pixel: what matters is the largest.
-            if column is not None and int(x) == column:
-                highest = min(highest, y)
-                points[-1] = (points[-1][0], highest)
-                points[-2] = (points[-2][0], highest)
-                continue
-            column, highest = int(x), y
-        points += [(x, y), (max(x, following), y)]
-    return tuple(points)
-
-
-def _make_areas(
-    tops: Sequence[float], floors: Sequence[float], left: float, step: float, colour: str
-) -> list[Area]:
-    """The space between two step functions, where there is any."""
-    areas: list[Area] = []
-    column = 0
-    while column < len(tops):
-        if floors[column] - tops[column] < 0.01:
-            column += 1
-            continue
-        first = column
-        while column < len(tops) and floors[column] - tops[column] >= 0.01:
-            column += 1
-        upper: list[tuple[float, float]] = []
-        lower: list[tuple[float, float]] = []
-        for c in range(first, column):
-            x = left + c * step
-            upper += [(x, tops[c]), (x + step, tops[c])]
-            lower += [(x, floors[c]), (x + step, floors[c])]
-        areas.append(Area((*upper, *reversed(lower)), colour))
-    return areas
-
-
-def _draw_legend(
-    scene: Scene, pictures: Sequence[Picture], options: FigureOptions, y: float
-) -> float:
-    theme = options.theme
-    present = {style for picture in pictures for style in picture.legend}
-    styles = [*STYLE_OF_KIND.values(), *(STYLE_OF_CAUSE.values() if options.causes else ())]
-    x = LEFT
-    for style in styles:
-        if style not in present:
-            continue
-        cause = style.name in STYLE_OF_CAUSE
-        text = style.name if cause else f"{style.letter}  {style.meaning}"
-        width = 24 + measure_text(text, 10) + 14
-        if x + width > options.width - 14 and x > LEFT:
-            x, y = LEFT, y + 17
-        scene.add(
-            Rect(
-                x, y + 2, 18, 11, style.colour, style.pattern, style.ink,
-                stroke=theme.grid, stroke_width=0.8,
-            ),
-            Words(x + 24, y + 11, text, 10, theme.text),
-        )  # fmt: skip
-        x += width
-    if any(chunk for picture in pictures for chunk in _number_chunks(picture).values()):
-        text = "a bar at the foot: the rank's second stage, two bars: its third"
-        if x + 24 + measure_text(text, 10) > options.width - 14:
-            x, y = LEFT, y + 17
-        scene.add(
-            Rect(x, y + 2, 18, 11, theme.lane, stroke=theme.grid, stroke_width=0.8),
-            Rect(x, y + 11, 18, 2, theme.text),
-            Words(x + 24, y + 11, text, 10, theme.text),
-        )
-    return y + 15

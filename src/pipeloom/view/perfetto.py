@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def _list_events(picture: Picture, first_process: int, *, first_flow: int) -> It
     scale = _find_scale(timeline)
     threads = _number_threads(picture)
     critical = picture.critical_spans
+    single, several = _split_messages(picture)
+    ties = _tie_arrows(single, first_flow)
 
     for rank in range(timeline.num_ranks):
         process = first_process + rank
@@ -103,6 +106,7 @@ def _list_events(picture: Picture, first_process: int, *, first_flow: int) -> It
             "pid": first_process + picture.rows[row].rank,
             "tid": threads[row, track],
             "args": arguments,
+            **ties.get(index, {}),
         }
     for rank, start, end, cause, waits_for, waits_for_rank, before in picture.idle:
         yield {
@@ -120,7 +124,9 @@ def _list_events(picture: Picture, first_process: int, *, first_flow: int) -> It
                 "before": None if before is None else str(before),
             },
         }
-    yield from _list_flows(picture, first_process, first_flow, scale, threads)
+    yield from _list_flows(
+        picture, several, first_process, first_flow + len(single), scale, threads
+    )
     for curve in picture.memory:
         categories = {name: values for name, values in curve.categories.items() if any(values)}
         for index, time in enumerate(curve.times):
@@ -135,20 +141,38 @@ def _list_events(picture: Picture, first_process: int, *, first_flow: int) -> It
             }
 
 
+def _split_messages(picture: Picture) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What goes from rank to rank: between boxes that have no other arrow, and the rest."""
+    timeline = picture.timeline
+    messages = list(find_messages(timeline, find_links(timeline)))
+    ends = Counter(index for message in messages for index in message)
+    single = [message for message in messages if ends[message[0]] == ends[message[1]] == 1]
+    several = [message for message in messages if not ends[message[0]] == ends[message[1]] == 1]
+    return single, several
+
+
+def _tie_arrows(messages: list[tuple[int, int]], first_flow: int) -> dict[int, Event]:
+    """Arrows that are tied to boxes by a number: they hold where a box takes no time at all."""
+    ties: dict[int, Event] = {}
+    for number, (source, target) in enumerate(messages):
+        ties[source] = {"bind_id": hex(first_flow + number), "flow_out": True}
+        ties[target] = {"bind_id": hex(first_flow + number), "flow_in": True}
+    return ties
+
+
 def _list_flows(
     picture: Picture,
+    messages: list[tuple[int, int]],
     first_process: int,
     first_flow: int,
     scale: float,
     threads: dict[tuple[int, int], int],
 ) -> Iterator[Event]:
-    """An arrow for everything that goes from one rank to another.
+    """Arrows between boxes that have several.
 
-    Viewers tie an arrow to the box that is open at its time, so it leaves and arrives in the middle
+    Viewers tie these to the box that is open at their time, so they leave and arrive in the middle
     of the box.
     """
-    timeline = picture.timeline
-    messages = find_messages(timeline, find_links(timeline))
     for number, (source, target) in enumerate(messages):
         for phase, index in (("s", source), ("f", target)):
             box = picture.boxes[index]

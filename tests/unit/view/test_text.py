@@ -108,7 +108,8 @@ def test_a_density_view_shows_the_shape_of_the_pipeline() -> None:
 
 def test_in_a_density_view_characters_stand_in_proportion_to_time() -> None:
     """In the steady state of 1f1b a third is F and two thirds are B."""
-    text = draw_text(simulate("1f1b", 4, 400), width=100, unicode=False)
+    schedule = pipeloom.build_schedule("1f1b", ranks=4, microbatches=400)
+    text = draw_text(pipeloom.simulate(schedule), width=100, unicode=False)
     row = next(line for line in text.splitlines() if line.startswith("rank 3"))
     drawn = row.removeprefix("rank 3 ").split()[0].strip("._-")
     assert set(drawn) == {"F", "B"}
