@@ -25,8 +25,8 @@ from pipeloom.ir.schedule import Schedule
 P = ParamSpec("P")
 
 #: What a shape is made of.
-Part = Literal["ranks", "microbatches", "chunks"]
-PARTS: tuple[Part, ...] = ("ranks", "microbatches", "chunks")
+Part = Literal["ranks", "microbatches", "chunks", "options"]
+PARTS = ("ranks", "microbatches", "chunks")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,9 @@ class ScheduleEntry:
         for constraint in self.constraints:
             if not constraint.holds(shape):
                 part = constraint.part
+                if part == "options":
+                    problems.append(f"{self.name} needs {constraint.text}")
+                    continue
                 legal = self.legal_values(part, shape)
                 choice = f": {' or '.join(map(str, legal))}" if legal else ""
                 problems.append(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeloom.errors import ScheduleError
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
@@ -25,9 +24,11 @@ def _has_whole_waves(shape: Shape) -> bool:
     return shape.chunks % 2 == 0
 
 
-def _agrees_with_waves(shape: Shape) -> bool:
+def _has_legal_waves(shape: Shape) -> bool:
     waves = shape.options.get("waves")
-    return waves is None or shape.chunks in (2, 2 * waves)
+    return waves is None or (
+        isinstance(waves, int) and waves >= 1 and shape.chunks in (2, 2 * waves)
+    )
 
 
 @describe_schedule(
@@ -37,9 +38,7 @@ def _agrees_with_waves(shape: Shape) -> bool:
         Constraint(
             "two chunks per wave, that is an even number of chunks", _has_whole_waves, "chunks"
         ),
-        Constraint(
-            "chunks to be twice the waves where both are given", _agrees_with_waves, "chunks"
-        ),
+        Constraint("1 or more waves, half as many as chunks", _has_legal_waves, "options"),
     ),
     bubble="about (p−1)(F+I+W)/2w for m = p",
     peak="p",
@@ -61,10 +60,6 @@ def hanayo(*, ranks: int, microbatches: int, chunks: int = 2, waves: int | None 
     takes 21. Chunks must be even. Liu et al., Hanayo, arXiv 2308.15762.
     """
     if waves is not None:
-        if not isinstance(waves, int) or waves < 1:
-            raise ScheduleError(
-                f"hanayo needs waves to be a whole number, 1 or more, not {waves!r}"
-            )
         chunks = 2 * waves
     placement = Placement.zigzag(ranks, chunks)
     passes = measure_passes(

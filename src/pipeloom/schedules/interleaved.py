@@ -44,7 +44,7 @@ EQUAL_ROUNDS = Constraint(
     "microbatches divisible by the number of rounds, microbatches // ranks", _has_equal_rounds
 )
 GROUP_NOT_SHORTER_THAN_PIPELINE = Constraint(
-    "a group_size of at least the number of ranks", _has_legal_group, part="ranks"
+    "a group_size of at least the number of ranks", _has_legal_group, part="options"
 )
 
 
