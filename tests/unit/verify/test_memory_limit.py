@@ -65,3 +65,11 @@ def test_limits_with_units() -> None:
     assert verify(GPIPE, costs=costs, memory="1.5GiB").ok
     report = verify(GPIPE, costs=costs, memory="1GiB")
     assert "holds 1536 MiB here, 512 MiB over the limit of 1024 MiB" in report.violations[0].why
+
+
+def test_what_stages_hold_all_the_time_counts() -> None:
+    costs = StageCosts(forward=1, input=1, weight=1, activation=1, weights=[10, 20])
+    assert verify(GPIPE, costs=costs, memory=[13, 23]).ok
+    (violation,) = verify(GPIPE, costs=costs, memory=[13, 22]).violations
+    assert violation.rank == 1
+    assert "holds 23 here, 1 over the limit of 22 (static 20; 3 in 3 pieces" in violation.why

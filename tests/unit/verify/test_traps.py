@@ -299,3 +299,48 @@ def test_raise_for_errors_carries_the_report() -> None:
     assert caught.value.report is report
     assert isinstance(caught.value, ValueError)
     check("0F0 0B0").raise_for_errors()
+
+
+def test_a_rank_waits_at_its_end_for_what_it_has_posted() -> None:
+    topology = Topology.chain(2)
+    schedule = parse_grid("0F0 0SEND_F0 \n 1UNSHARD", topology=topology)
+    assert find_deadlock(schedule, sends="buffered") is None
+    violation = find_deadlock(schedule, sends="rendezvous")
+    assert violation is not None
+    assert violation.why.startswith("rank 0 waits at its end (for 0SEND_F0)")
+
+
+def test_what_another_rank_computed_without_a_message_never_comes() -> None:
+    placement = Placement((0, 1), 2)
+    right = parse_grid("0F0 0SEND_F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0")
+    rows = [list(row) for row in right.actions]
+    rows[0].insert(1, rows[1].pop(1))  # 1F0 on rank 0, where nothing of stage 1 is
+    moved = replace(right, placement=placement, actions=tuple(map(tuple, rows)))
+    assert "WRONG_RANK" in verify(moved).codes
+    violation = find_deadlock(moved)
+    assert violation is not None
+    assert "what it needs is made nowhere" in violation.why
+
+
+def test_fusing_what_depends_on_each_other() -> None:
+    (violation,) = check("(0F0;0B0)OVERLAP_F_B").violations
+    assert (violation.code, violation.position) == ("OVERLAP_WITH_ITSELF", 0)
+
+
+def test_repeated_messages_meet_in_order() -> None:
+    rows = (
+        "0F0 0SEND_F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0",
+        "1RECV_F0 1RECV_F0 1RECV_F0 1F0 1B0 1SEND_B0",
+    )
+    report = check(*rows, sends="blocking")
+    assert [v.code for v in report.violations] == ["DUPLICATE_SEND"] * 2 + ["DUPLICATE_RECEIVE"] * 2
+
+
+def test_a_split_backward_twice_after_a_full_one() -> None:
+    report = check("0F0 0B0 0I0 0I0 0W0")
+    assert report.codes == ("DUPLICATE_BACKWARD", "DUPLICATE_WEIGHT")
+
+
+def test_a_circle_and_something_missing_are_both_reported() -> None:
+    report = check("0F0 0B0 0F1 0B1 0F2", "1F1 1B1 1F0 1B0 1F2 1B2")
+    assert report.codes == ("MISSING_BACKWARD", "DEADLOCK")
