@@ -164,6 +164,23 @@ def test_both_simulators_agree(seed: int) -> None:
     assert ran > CASES_PER_SEED / 2
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_both_find_the_same_orders_stuck(seed: int) -> None:
+    rng = random.Random(3000 + seed)
+    results: Counter[bool] = Counter()
+    while results.total() < 60:
+        schedule, costs, options = make_case(rng)
+        if schedule.has_communication or schedule.sharded_stages:
+            continue  # the verifier, whose report is raised, is stricter there than time is
+        rows = [list(row) for row in schedule.actions]
+        for row in rng.choices(rows, k=rng.randint(1, 3)):
+            if row:
+                i, j = rng.randrange(len(row)), rng.randrange(len(row))
+                row[i], row[j] = row[j], row[i]
+        results[check_alike(schedule.with_actions(rows), costs, options)] += 1
+    assert min(results[True], results[False]) > 5
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_slack_is_what_an_action_can_wait_and_no_more(seed: int) -> None:
     rng = random.Random(1000 + seed)

@@ -278,6 +278,8 @@ class _Builder:
                 continue
             assert isinstance(footprint, Footprint)
             if role is receive or role is Role.SEND:
+                if role is not receive and inputs[0] > node:
+                    raise CannotProceed  # its product is made later, or on another rank
                 ahead = NONE
                 if not holds:
                     edge = footprint.edge
@@ -294,7 +296,10 @@ class _Builder:
             if gather != NONE:
                 inputs.append(gather)
             if role is Role.REDUCE:
-                inputs += self._inputs_of_whole_stage(action)
+                made = self._inputs_of_whole_stage(action)
+                if made and max(made) > node:
+                    raise CannotProceed
+                inputs += made
                 clock = self._meet_partners(node, action, rank, clock)
             elif footprint.gathers:
                 gathered[action.stage] = node

@@ -171,6 +171,8 @@ def test_a_circle_across_ranks_raises_the_verifiers_report() -> None:
         "0F0 0SEND_F0\n1F0",  # nobody receives
         "0F0\n1RECV_F0 1F0",  # nobody sends
         "0F0 0B7\n1F0 1B0",  # a backward of nothing
+        "0F0 0REDUCE_GRAD 0B0",  # reduced before it is there
+        "0SEND_F0 0F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",  # sent before it is there
     ],
 )
 def test_broken_programs_raise_the_verifiers_report(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pipeloom import UniformCosts, build_schedule, simulate
@@ -38,4 +40,4 @@ def test_causes_fill_all_idle_time_without_overlap(name: str) -> None:
         pieces = sorted(busy + idle)
         assert pieces[0][0] == 0
         assert pieces[-1][1] == timeline.makespan
-        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
