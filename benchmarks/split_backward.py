@@ -3,9 +3,9 @@
 Each row is one transformer stage and one microbatch. ``F+B`` is plain autograd; ``F+I+W`` is run by
 ``pipeloom`` (method ``auto``) and by ``stage_backward_input`` and ``stage_backward_weight`` of
 ``torch.distributed.pipelining``, alternating in one process, so that the ratios hold whatever else
-the machine does. Times are medians (of the process's own time on CPU). Memory is what is alive beyond the weights and their gradients:
-after F, and between I and W (on CUDA by the allocator, on CPU by counting what the graph and the
-kept state hold).
+the machine does. Times are medians (of the process's own time on CPU). Memory is what is alive
+beyond the weights and their gradients: after F, and between I and W (on CUDA by the allocator, on
+CPU by counting what the graph and the kept state hold).
 
     python benchmarks/split_backward.py [--rounds N] [--threads N] [--json]
 """

@@ -122,6 +122,10 @@ def signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def _turned(gradient: Tensor, transposed: bool) -> Tensor:
+    return gradient.mT if transposed else gradient
+
+
 def _scaled(product: Tensor, scale: Any) -> Tensor:
     return product if scale == 1 else product * scale
 
@@ -160,7 +164,7 @@ def _convolution_weight() -> Recipe:
         _, gradient, _ = torch.ops.aten.convolution_backward(
             grad, source, weight, None, *options, [False, True, False]
         )
-        return gradient
+        return _turned(gradient, transposed)
 
     return Recipe(0, "_raw_saved_input", take, compute)
 
@@ -184,9 +188,10 @@ def _embedding_weight() -> Recipe:
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         indices, num_rows, padding_index, scale, sparse = taken
-        return torch.ops.aten.embedding_backward(
+        gradient = torch.ops.aten.embedding_backward(
             grad, indices, num_rows, signed(padding_index), scale, sparse
         )
+        return _turned(gradient, transposed)
 
     return Recipe(None, "_raw_saved_indices", take, compute)
 
@@ -199,7 +204,8 @@ def _grouped_right() -> Recipe:
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         rows, offsets = taken
-        return torch.nn.functional.grouped_mm(rows.mT, grad, offs=offsets)
+        gradient = torch.nn.functional.grouped_mm(rows.mT, grad, offs=offsets)
+        return _turned(gradient, transposed)
 
     return Recipe(0, "_raw_saved_self", take, compute)
 

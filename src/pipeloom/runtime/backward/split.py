@@ -320,7 +320,7 @@ class SplitBackward:
         assert leaf is not None  # only plain chains are looked for inside checkpoints
         parameter = graph.nodes[leaf].variable
         seen = notes.get(id(parameter), [])
-        if len(seen) != 1:
+        if len(seen) != 1 or seen[0].numel() != grad.shape[0] * seen[0].shape[-1]:
             raise self._error(
                 "a checkpointed linear layer was recomputed in another way than before, so its "
                 'input was not seen; use method="whole" for a stage whose checkpointed code '

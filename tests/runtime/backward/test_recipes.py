@@ -1,0 +1,130 @@
+"""Operations that the zoo, which is in float64, has no room for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeloom.runtime.backward import choose_method
+
+torch.set_num_threads(1)
+
+
+class GroupedExperts(nn.Module):
+    """Rows sorted by expert, one product for all experts; the second has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, 32, dtype=torch.bfloat16) / 4)
+        self.down = nn.Parameter(torch.randn(3, 16, 32, dtype=torch.bfloat16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([5, 5, 12], dtype=torch.int32)
+        y = torch.tanh(F.grouped_mm(x, self.up, offs=ends))
+        return F.grouped_mm(y, self.down.mT, offs=ends)
+
+
+@pytest.mark.parametrize("method", ["auto", "graph"])
+def test_grouped_products(method: str) -> None:
+    torch.manual_seed(0)
+    module = GroupedExperts()
+    backward = choose_method(module, method=method, self_check="numeric")
+    expected = [torch.zeros_like(p) for p in module.parameters()]
+    for index in range(3):
+        x = torch.randn(12, 16, dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(12, 16, dtype=torch.bfloat16)
+        found = torch.autograd.grad(module(x), [x, *module.parameters()], grad)
+        for total, one in zip(expected, found[1:], strict=True):
+            total += one
+        with backward.forward():
+            y = module(x)
+        saved = backward.save(microbatch=index, inputs=[x], outputs=[y])
+        [dx] = backward.input(saved, [grad])
+        backward.weight(saved)
+        assert torch.equal(dx, found[0])
+    assert set(backward.choice.deferred) == {"up", "down"}
+    for parameter, total in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, total)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_sparse_embedding_gradients_stay_sparse(num: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)).double()
+    backward = choose_method(module)
+    expected = torch.zeros(10, 4, dtype=torch.float64)
+    for index in range(num):
+        tokens = torch.randint(10, (2, 3))
+        y = module(tokens)
+        grad = torch.randn_like(y)
+        [one] = torch.autograd.grad(y, [module[0].weight], grad, retain_graph=True)
+        expected += one.to_dense()
+        saved = backward.save(microbatch=index, inputs=[tokens], outputs=[y])
+        assert backward.input(saved, [grad]) == [None]
+        backward.weight(saved)
+    assert module[0].weight.grad.is_sparse
+    torch.testing.assert_close(module[0].weight.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"padding_idx": -1}, {}])
+def test_embedding_options(options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    module = nn.Embedding(5, 4, **options).double()
+    tokens = torch.randint(5, (4, 6))
+    y = module(tokens)
+    grad = torch.randn_like(y)
+    [expected] = torch.autograd.grad(y, [module.weight], grad, retain_graph=True)
+    backward = choose_method(module)
+    saved = backward.save(microbatch=0, inputs=[tokens], outputs=[y])
+    backward.input(saved, [grad])
+    assert module.weight.grad is None
+    backward.weight(saved)
+    torch.testing.assert_close(module.weight.grad, expected)
+
+
+class TurnedWeights(nn.Module):
+    """Square weights that are used transposed: a gradient left as it is would fit, and be wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+        self.kernel = nn.Parameter(torch.randn(6, 6, 3, 3, dtype=torch.float64))
+        self.experts = nn.Parameter(torch.randn(2, 6, 6, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.table.t()).transpose(1, 2).unsqueeze(-1)  # 2, 6, 5, 1
+        y = F.conv2d(x, self.kernel.transpose(2, 3), padding=1).squeeze(-1).transpose(1, 2)
+        return torch.bmm(torch.tanh(y), self.experts.mT)
+
+
+def test_weights_that_are_used_transposed() -> None:
+    torch.manual_seed(0)
+    module = TurnedWeights()
+    backward = choose_method(module)
+    expected = [torch.zeros_like(p) for p in module.parameters()]
+    for index in range(2):
+        tokens = torch.randint(6, (2, 5))
+        y = module(tokens)
+        grad = torch.randn_like(y)
+        found = torch.autograd.grad(y, list(module.parameters()), grad, retain_graph=True)
+        for total, one in zip(expected, found, strict=True):
+            total += one
+        saved = backward.save(microbatch=index, inputs=[tokens], outputs=[y])
+        backward.input(saved, [grad])
+        backward.weight(saved)
+    assert len(backward.choice.deferred) == 3
+    for parameter, total in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+
+
+def test_gradients_keep_the_layout_of_their_parameters() -> None:
+    module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    backward = choose_method(module)
+    y = module(x)
+    saved = backward.save(microbatch=0, inputs=[x], outputs=[y])
+    backward.input(saved, [torch.ones_like(y)])
+    backward.weight(saved)
+    assert module.weight.grad.stride() == module.weight.stride()
