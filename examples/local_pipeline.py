@@ -62,9 +62,10 @@ def main(schedule: str = "zbv") -> float:
 
     with pipe.record() as recording:
         pipe.step(batch, target=target)
-    busiest = max(recording.timeline.spans, key=lambda span: span.duration)
+    spans = [span for span in recording.timeline.spans if span.lane == "compute"]
+    longest = max(spans, key=lambda span: span.duration)
     print(
-        f"longest action: {busiest.action} on rank {busiest.rank}, {busiest.duration * 1e3:.2f} ms"
+        f"longest action: {longest.action} on rank {longest.rank}, {longest.duration * 1e3:.2f} ms"
     )
 
     outputs = pipe.eval(batch, microbatches=3).output

@@ -331,7 +331,7 @@ class PipelineCore:
 
     def _fail(self, error: StepError, cause: BaseException | None) -> NoReturn:
         """Tell the other ranks, remember the error without what its traceback holds, raise it."""
-        logger.error("%s", error)
+        logger.info("step %d failed: %s", self._num_steps, error)
         self._failure = copy(error).with_traceback(None)
         for exchange in set(self._parts.exchanges.values()):
             exchange.restore()
