@@ -10,8 +10,8 @@ other; a time is that of the slowest rank from a common start. What is printed i
 ratios pipeloom / torch with its 95 % interval, from the order statistics of the ratios. Ours shares
 the loss with every rank within the time, which torch does not do.
 
-The last column is the same ratio in CPU time, added up over the ranks and their threads: where other
-programs use the cores as well, it says more than the clock.
+The last column is the same ratio in CPU time, added up over the ranks and their threads: where
+other programs use the cores as well, it says more than the clock.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def main() -> None:
     )
     print(
         f"{'size':<9} {'schedule':<24} {'torch':>10} {'pipeloom':>10} {'ratio':>7} "
-        f"{"95 % interval":<28}  cpu"
+        f"{'95 % interval':<28}  cpu"
     )
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     mp.spawn(work, args=(wanted, store.port, wanted.json), nprocs=wanted.ranks)
