@@ -66,7 +66,7 @@ function pinch(view, before, now, other) {
   const middle = (a, b) => [(a[0] + b[0]) / 2, (a[1] + b[1]) / 2];
   const [x0, y0] = middle(before, other);
   const [x1, y1] = middle(now, other);
-  view.camera.zoom(spread(now, other) / spread(before, other), x1 - GUTTER);
+  view.camera.zoom(spread(now, other) / spread(before, other), x0 - GUTTER);
   view.camera.pan(x0 - x1, y0 - y1);
 }
 
