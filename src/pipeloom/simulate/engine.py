@@ -11,9 +11,7 @@ Exact for the given order: a rank runs its actions one after the other and waits
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeloom.cost.constant import UniformCosts, expand_speeds
@@ -22,6 +20,7 @@ from pipeloom.cost.units import parse_memory
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Kind
 from pipeloom.ir.dependencies import RULES
+from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Span, Timeline
 from pipeloom.simulate.analysis import analyse_graph
@@ -110,19 +109,6 @@ def find_makespan(
     with paused_garbage_collection():
         graph, _, ends, _ = _walk(bound, sends, channel, communication)
     return max(ends[: graph.num_actions], default=0.0)
-
-
-@contextmanager
-def paused_garbage_collection() -> Iterator[None]:
-    """Nothing here makes circles, and looking for them among millions of new lists and spans
-    takes longer than making those."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 FUSED_LANE = RULES[Kind.OVERLAP_F_B].lane
