@@ -84,6 +84,37 @@ def test_what_cannot_be_told_apart_inside_a_checkpoint_comes_out_of_input(self_c
     assert set(backward.choice.deferred) == {"plain.weight", "plain.bias"}
 
 
+class WeightInside(nn.Module):
+    """A checkpointed block that computes its weight from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.num_runs = 0
+
+    def block(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        return x @ torch.tanh(self.a @ self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("method", ["auto", "graph"])
+def test_a_weight_computed_inside_a_checkpoint_is_not_recomputed_for_weight(method: str) -> None:
+    torch.manual_seed(0)
+    module = WeightInside().to(DTYPE)
+    batches = [feed("mlp") for _ in range(3)]
+    truth = accumulate(module, batches)
+    module.num_runs = 0
+    backward = choose_method(module, method=method)
+    gradients = run_split(backward, module, batches, truth)
+    assert module.num_runs == 2 * len(batches)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+
+
 class Changing(nn.Module):
     """Runs its checkpointed layer as a module or, later, as a bare function."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_recomputed", "linear_owners", "noted_inputs"]
+__all__ = ["is_recomputed", "linear_owners", "noted_inputs", "saves_recomputed"]
 
 
 def is_recomputed(node: Any, attribute: str | None) -> bool:
@@ -28,8 +28,16 @@ def is_recomputed(node: Any, attribute: str | None) -> bool:
     if attribute is None:
         return False
     saved = getattr(node, attribute, None)
-    hook = getattr(saved, "unpack_hook", None)
-    return getattr(hook, "__module__", None) == torch.utils.checkpoint.__name__
+    return any(
+        getattr(getattr(one, "unpack_hook", None), "__module__", None)
+        == torch.utils.checkpoint.__name__
+        for one in (saved if isinstance(saved, (list, tuple)) else (saved,))
+    )
+
+
+def saves_recomputed(node: Any) -> bool:
+    """Whether a checkpoint will recompute any tensor that the node saved."""
+    return any(is_recomputed(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
 
 
 def linear_owners(module: nn.Module) -> dict[int, nn.Linear]:

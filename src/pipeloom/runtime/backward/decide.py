@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from pipeloom.runtime.backward.checkpointing import is_recomputed
+from pipeloom.runtime.backward.checkpointing import is_recomputed, saves_recomputed
 from pipeloom.runtime.backward.method import Choice
 from pipeloom.runtime.backward.plan import FUSED_TYPES, Plan, make_plan
 from pipeloom.runtime.backward.recipes import Recipe
@@ -84,7 +84,7 @@ def decide(
     def may_run_again(node: Any, kind: str) -> bool:
         if not boxed or kind in FUSED_TYPES or isinstance(node, BackwardCFunction):
             return False
-        if any(is_recomputed(node, saved) for saved in dir(node) if saved.startswith("_raw_saved")):
+        if saves_recomputed(node):
             return False
         return method == "graph" or kind in RERUN_TYPES
 

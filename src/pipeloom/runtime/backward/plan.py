@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pipeloom.runtime.backward.checkpointing import saves_recomputed
 from pipeloom.runtime.backward.recipes import RECIPES, Recipe, signed
 from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, is_accumulate
 
@@ -283,6 +284,8 @@ def make_plan(
         for other in entries
         if other[0] != edge[0] and edge[0] in reached[other]
     }
+    # What a checkpoint recomputes is there during I and gone at W.
+    spoiled |= {group[node] for node in group if saves_recomputed(graph.nodes[node])}
     wanted: list[Edge] = []
     kept_entries: dict[Edge, list[tuple[int, int]]] = {}
     for edge, uses in entries.items():
