@@ -21,6 +21,7 @@ from pipeloom.schedules.phases import (
     deal_passes,
     make_looped,
     make_passes,
+    split_into_groups,
 )
 
 
@@ -69,19 +70,21 @@ def interleaved_1f1b(
 
     Microbatches go in groups of g = p (or the next size that makes equal rounds); warm-up
     (v−1)g+2(p−1−r). A larger ``group_size`` takes more memory and hides latency; where it does not
-    divide the microbatches the last group is shorter, which costs time.
+    divide the microbatches the last group is shorter, which costs time; one that is shorter than
+    the pipeline would make ranks wait for each other and joins the first group instead.
 
     Bubble (p−1)(F+I+W)/v, peak p+(p−1)/v activations. Microbatches divisible by the number of
     rounds, microbatches // ranks, unless a group size is given. Narayanan et al., arXiv 2104.04473.
     """
     size = size_of_rounds(ranks, microbatches) if group_size is None else group_size
+    groups = split_into_groups(microbatches, size, least=ranks)
 
     def make_row(rank: int) -> Iterable[Action]:
         stages = range(rank, ranks * chunks, ranks)
         return alternate(
-            deal_passes(Kind.F, stages, microbatches=microbatches, group_size=size),
-            deal_passes(Kind.B, reversed(stages), microbatches=microbatches, group_size=size),
-            warmup=(chunks - 1) * size + 2 * (ranks - 1 - rank),
+            deal_passes(Kind.F, stages, groups),
+            deal_passes(Kind.B, reversed(stages), groups),
+            warmup=(chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank),
         )
 
     return make_looped(
@@ -138,14 +141,14 @@ def grouped_interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Sc
     interleaved 1F1B. Bubble (p−1)(F+I)/v, peak p activations on every rank, both for microbatches
     divisible by p; a shorter last group costs time. Any shape. Qi et al., arXiv 2405.15362.
     """
-    size = min(ranks, microbatches)
+    groups = split_into_groups(microbatches, ranks)
 
     def make_row(rank: int) -> Iterable[Action]:
         stages = range(rank, ranks * chunks, ranks)
         return alternate_with_weights(
-            deal_passes(Kind.F, stages, microbatches=microbatches, group_size=size),
-            deal_passes(Kind.I, reversed(stages), microbatches=microbatches, group_size=size),
-            warmup=(chunks - 1) * size + ranks - 1 - rank,
+            deal_passes(Kind.F, stages, groups),
+            deal_passes(Kind.I, reversed(stages), groups),
+            warmup=(chunks - 1) * len(groups[0]) + ranks - 1 - rank,
             lag=0,
         )
 

@@ -8,7 +8,12 @@ from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.entry import describe_schedule
 from pipeloom.schedules.interleaved import EQUAL_ROUNDS, size_of_rounds
-from pipeloom.schedules.phases import alternate_with_weights, deal_passes, make_looped
+from pipeloom.schedules.phases import (
+    alternate_with_weights,
+    deal_passes,
+    make_looped,
+    split_into_groups,
+)
 
 
 @describe_schedule(
@@ -34,12 +39,13 @@ def interleaved_zero_bubble(*, ranks: int, microbatches: int, chunks: int = 2) -
     Qi et al., Zero Bubble, arXiv 2401.10241.
     """
     size = size_of_rounds(ranks, microbatches)
+    groups = split_into_groups(microbatches, size)
 
     def make_row(rank: int) -> Iterable[Action]:
         stages = range(rank, ranks * chunks, ranks)
         return alternate_with_weights(
-            deal_passes(Kind.F, stages, microbatches=microbatches, group_size=size),
-            deal_passes(Kind.I, reversed(stages), microbatches=microbatches, group_size=size),
+            deal_passes(Kind.F, stages, groups),
+            deal_passes(Kind.I, reversed(stages), groups),
             warmup=(chunks - 1) * size + ranks - 1 - rank,
             lag=rank,
         )

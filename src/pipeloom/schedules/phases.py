@@ -27,20 +27,33 @@ def make_passes(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[Act
     return [Action(kind, stage, microbatch) for microbatch in microbatches]
 
 
-def deal_passes(
-    kind: Kind, stages: Iterable[int], *, microbatches: int, group_size: int
-) -> list[Action]:
+def split_into_groups(microbatches: int, size: int, *, least: int = 1) -> list[range]:
+    """Groups of a size; the last is shorter where it must be, but one of fewer than ``least``
+    microbatches joins the first group.
+
+    >>> split_into_groups(10, 4), split_into_groups(10, 4, least=3)
+    ([range(0, 4), range(4, 8), range(8, 10)], [range(0, 6), range(6, 10)])
+    """
+    rest = microbatches % size
+    start = size + rest if 0 < rest < least and microbatches > size else min(size, microbatches)
+    return [
+        range(start),
+        *(range(at, min(at + size, microbatches)) for at in range(start, microbatches, size)),
+    ]
+
+
+def deal_passes(kind: Kind, stages: Iterable[int], groups: Iterable[range]) -> list[Action]:
     """One kind of pass in groups: each group goes through all stages before the next begins.
 
-    >>> deal_passes(Kind.F, (0, 4), microbatches=4, group_size=2)
+    >>> deal_passes(Kind.F, (0, 4), [range(0, 2), range(2, 4)])
     [0F0, 0F1, 4F0, 4F1, 0F2, 0F3, 4F2, 4F3]
     """
     stages = tuple(stages)
     return [
         Action(kind, stage, microbatch)
-        for start in range(0, microbatches, group_size)
+        for group in groups
         for stage in stages
-        for microbatch in range(start, min(start + group_size, microbatches))
+        for microbatch in group
     ]
 
 

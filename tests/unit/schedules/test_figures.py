@@ -242,6 +242,9 @@ def test_published_table(row: tuple[float, ...]) -> None:
     assert round(bubble("1f1b"), 4) == one_f_one_b
     assert round(bubble("zb_h1"), 4) == zb_1p
     assert round(bubble("zb_h2"), 4) == zb_h2
+    # As many chunks as the models had layers for.
+    chunks = {8: 3 if F < 20 else 4, 16: 3, 32: 2}[p]
+    assert round(bubble("interleaved_1f1b", chunks=chunks), 4) == interleaved
     given = {"forward": F, "input": I, "weight": W, "latency": c, "retained": retained}
     for limit, published in ((p, zb_1p), (2 * p, zb_2p)):
         assert bubble("zb_auto", costs=given, memory_limit=limit) <= published + 0.00005
