@@ -67,6 +67,8 @@ class PipelineCore:
         self._runners = self._parts.runners
         self._promises = {rank: Promises(options.shapes) for rank in transport.local_ranks}
         self._recorders = {rank: RankRecorder(self._device) for rank in transport.local_ranks}
+        #: (microbatches, training) of the programs that the transport is ready for.
+        self._connected: set[tuple[int, bool]] = set()
         #: Programs that are bound: (microbatches, training, watched) → executors and for what.
         self._bound: dict[tuple[int, bool, bool], tuple[object, list[Executor]]] = {}
 
@@ -307,8 +309,10 @@ class PipelineCore:
         known = self._bound.get(key)
         if known is not None and known[0] == stamp:
             return known[1]
-        if (*key[:2], not watched) not in self._bound:
+        if key[:2] not in self._connected:
+            # All ranks together: what one of them watches or forgets must not matter here.
             self._transport.connect(program)
+            self._connected.add(key[:2])
         handlers = self._options.handlers_by_kind()
         executors = [
             Executor(
