@@ -47,10 +47,10 @@ def zb_auto(
     ::
 
         unit costs, limit 8: 4 ranks, no pause from first to last pass
-        rank 0   F0 F1 F2 F3 F4 F5 F6       I0 W0 F7 I1 W1 I2 W2 …
-        rank 1      F0 F1 F2 F3 F4       I0 F5 I1 F6 I2 W0 F7 …
-        rank 2         F0 F1 F2       I0 F3 I1 F4 I2 F5 I3 …
-        rank 3            F0       I0 F1 I1 F2 I2 F3 I3 …
+        rank 0   F0 F1 F2 F3 F4 F5 F6 I0 F7 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 I6 W5 I7 W6 W7 ·  ·  ·
+        rank 1   ·  F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 F7 I3 W0 I4 W1 I5 W2 I6 W3 I7 W4 W5 W6 W7 ·  ·
+        rank 2   ·  ·  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 F7 I5 W0 I6 W1 I7 W2 W3 W4 W5 W6 W7 ·
+        rank 3   ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 F7 I7 W0 W1 W2 W3 W4 W5 W6 W7
 
     ``costs`` is a cost model or a mapping with its fields, per rank or per stage (default: F = I =
     W = 1, no latency). ``memory_limit`` is what a rank may hold, in the model's unit of memory: the

@@ -31,10 +31,10 @@ def zb_h1(*, ranks: int, microbatches: int) -> Schedule:
 
     ::
 
-        rank 0   F0 F1 F2   F3 I0 W0  F4 I1 W1 …
-        rank 1   F0 F1      F2 I0     F3 I1 W0  F4 I2 W1 …
-        rank 2   F0         F1 I0     F2 I1     F3 I2 W0 …
-        rank 3              F0 I0     F1 I1     F2 I2     F3 I3 W0 …
+        rank 0   F0 F1 F2 F3 ·  ·  ·  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+        rank 1   ·  F0 F1 F2 ·  ·  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+        rank 2   ·  ·  F0 F1 ·  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+        rank 3   ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
 
     Warm-up as 1F1B; rank r begins its W's after r backward steps, which keeps min(p, m) activations
     alive on every rank. Bubble (p−1)·max(F, I, F+I−W). Any shape.
@@ -55,10 +55,10 @@ def zb_h2(*, ranks: int, microbatches: int) -> Schedule:
 
     ::
 
-        rank 0   F0 F1 F2 F3 F4 F5   F6 I0 W0  F7 I1 W1 …
-        rank 1   F0 F1 F2 F3         F4 I0     F5 I1     F6 I2 W0 …
-        rank 2   F0 F1               F2 I0     F3 I1     F4 I2 …
-        rank 3                       F0 I0     F1 I1     F2 I2 …
+        rank 0   F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7 ·  ·  ·
+        rank 1   ·  F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 F7 I3 W1 I4 W2 I5 W3 I6 W4 I7 W5 W6 W7 ·  ·
+        rank 2   ·  ·  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 F7 I5 W1 I6 W2 I7 W3 W4 W5 W6 W7 ·
+        rank 3   ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7
 
     Warm-up 2(p−1−r), and rank r begins its W's after 2r backward steps: 2p−1 activations on every
     rank. Each rank works without a pause from its first to its last pass, but the ranks begin and
