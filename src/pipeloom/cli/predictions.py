@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,10 +89,23 @@ def find_overfull(timeline: Timeline) -> list[int]:
     return [rank for rank, peak in enumerate(timeline.peak_memory) if peak > limit * (1 + 1e-9)]
 
 
+@contextmanager
+def show_work(what: str) -> Iterator[None]:
+    """Say on the terminal's standard error that something is going on, until it is done."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        yield
+
+
 def format_number(value: float, unit: str = "") -> str:
     """A number as people read it: at most five digits that matter.
 
-    >>> format_number(1588.35, "ms"), format_number(0.33333333), format_number(1234567)
+    >>> format_number(1588.36, "ms"), format_number(0.33333333), format_number(1234567)
     ('1588.4 ms', '0.33333', '1234567')
     """
     text = f"{value:.0f}" if abs(value) >= 10_000 else f"{value:.5g}"

@@ -32,6 +32,7 @@ from pipeloom.cli.predictions import (
     read_costs,
     read_limit,
     resolve_for_costs,
+    show_work,
 )
 from pipeloom.ir.timeline import IdleSpan, Timeline
 from pipeloom.ir.timeline_json import figures_to_data, timeline_to_data
@@ -100,14 +101,15 @@ def run(
         from pipeloom.passes.pipeline import lower as lower_schedule
 
         schedule = lower_schedule(schedule)
-    timeline = simulate(
-        schedule,
-        model,
-        sends=sends.value,
-        channel=channel.value,
-        communication=communication.value,
-        memory=limit,
-    )
+    with show_work(f"simulating {schedule.name}"):
+        timeline = simulate(
+            schedule,
+            model,
+            sends=sends.value,
+            channel=channel.value,
+            communication=communication.value,
+            memory=limit,
+        )
     for path in save or ():
         timeline.save(path)
     if as_json:

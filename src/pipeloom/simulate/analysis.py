@@ -20,8 +20,9 @@ from pipeloom.ir.action import Action
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Figures, Span, Timeline
 from pipeloom.simulate.bounds import find_lower_bounds
+from pipeloom.simulate.build_graph import build_graph
 from pipeloom.simulate.critical_path import find_critical_nodes, find_slack
-from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph, build_graph, find_times
+from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph, find_times
 from pipeloom.simulate.idle_time import find_idle_spans
 from pipeloom.simulate.memory import find_memory
 from pipeloom.simulate.metrics import find_metrics

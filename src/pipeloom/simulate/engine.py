@@ -24,16 +24,8 @@ from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Span, Timeline
 from pipeloom.simulate.analysis import analyse_graph
-from pipeloom.simulate.graph import (
-    NONE,
-    CannotProceed,
-    Channel,
-    Communication,
-    EventGraph,
-    Sends,
-    build_graph,
-    find_times,
-)
+from pipeloom.simulate.build_graph import Channel, Communication, Sends, build_graph
+from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph, find_times
 
 
 def simulate(
