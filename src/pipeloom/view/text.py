@@ -94,4 +94,15 @@ def _draw_lines(
         if position:
             lines.append([])
         lines += Sheet(picture, max(width, NARROWEST), end, pen, communication).draw()
-    return lines
+    return [_strip(line) for line in lines]
+
+
+def _strip(line: Line) -> Line:
+    """Without blanks at the end, except those of a box."""
+    kept = list(line)
+    while kept and kept[-1][1] in ("", "muted"):
+        text, style = kept.pop()
+        if text.rstrip():
+            kept.append((text.rstrip(), style))
+            break
+    return kept
