@@ -139,6 +139,15 @@ def test_no_grad_says_to_call_eval():
     pipe.step(x, target=y)
 
 
+def test_a_schedule_without_backward_trains_nothing():
+    stages = ZOO["blocks"].make_stages(2)
+    pipe = LocalPipeline(stages, "forward_only", microbatches=2, loss_fn=squared_error)
+    x, y = make_batch(4)
+    with pytest.raises(StepError, match="call eval"):
+        pipe.step(x, target=y)
+    assert pipe.eval(x, target=y).loss is not None
+
+
 def test_without_a_loss():
     pipe = LocalPipeline(ZOO["blocks"].make_stages(2), "1f1b", microbatches=2)
     x, y = make_batch(4)

@@ -126,6 +126,83 @@ def test_an_output_changed_in_place_by_the_next_stage():
         pipe.step(x, target=y)
 
 
+class DefersItsWeights(nn.Module):
+    """A linear layer that computes its weight's gradient when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ran = 0
+
+    def forward(self, x):
+        module = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                ctx.save_for_backward(x, weight)
+                return x @ weight.T
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, weight = ctx.saved_tensors
+                module.waiting.append((x.detach(), grad))
+                return grad @ weight, None
+
+        # An input that needs a gradient keeps the backward alive on the first stage, too.
+        return Product.apply(x if x.requires_grad else x.clone().requires_grad_(), self.weight)
+
+    def build_runner(self):
+        waiting, self.waiting = self.waiting, []
+
+        def run() -> None:
+            self.ran += 1
+            for x, grad in waiting:
+                product = grad.T @ x
+                self.weight.grad = (
+                    product if self.weight.grad is None else self.weight.grad + product
+                )
+
+        return run
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_module_that_defers_its_own_weights(schedule):
+    stages = [DefersItsWeights().double(), Block().double()]
+    plain = copy_stages(stages)
+    pipe = LocalPipeline(
+        stages,
+        schedule,
+        microbatches=4,
+        loss_fn=squared_error,
+        weight_backward={0: stages[0].build_runner},
+    )
+    x, y = make_batch(8)
+    pipe.step(x, target=y)
+    run_plainly(plain, list(zip(x.chunk(4), y.chunk(4), strict=True)))
+    plain[0].build_runner()()
+    compare_gradients(stages, plain)
+    assert stages[0].ran == 4
+
+
+def test_a_backward_method_for_each_stage():
+    stages = ZOO["blocks"].make_stages(3)
+    plain = copy_stages(stages)
+    pipe = LocalPipeline(
+        stages,
+        "zb_h1",
+        microbatches=4,
+        loss_fn=squared_error,
+        backward={0: "whole", 2: "graph"},
+        backward_options={"self_check": "numeric"},
+    )
+    x, y = make_batch(8)
+    pipe.step(x, target=y)
+    run_plainly(plain, list(zip(x.chunk(4), y.chunk(4), strict=True)))
+    compare_gradients(stages, plain)
+
+
 def test_training_reduces_the_loss():
     stages = [stage.float() for stage in ZOO["blocks"].make_stages(4)]
     pipe = LocalPipeline(stages, "zbv", ranks=2, microbatches=4, loss_fn=squared_error)

@@ -100,6 +100,7 @@ class PipelineCore:
         ``kwargs`` go to every stage, ``stage_kwargs[stage]`` to one. ``loss_kwargs`` are handed to
         ``loss_fn`` as they are. ``microbatches`` is another number of them, for this step, where
         the schedule was given by name. ``return_output`` keeps and merges the last stage's outputs.
+        A module's own keyword of one of these names goes through ``stage_kwargs``.
         """
         if not torch.is_grad_enabled():
             raise StepError(
@@ -109,6 +110,11 @@ class PipelineCore:
         if self._options.loss_fn is None:
             raise StepError("step needs a loss; give loss_fn=… to the pipeline, or call eval")
         program = self._programs.training(microbatches)
+        if not program.has_backward:
+            raise StepError(
+                f"the schedule {program.name!r} has no backward, so a step would train nothing; "
+                "call eval, or give a schedule for training"
+            )
         return self._run(program, args, kwargs, target, loss_kwargs, stage_kwargs, return_output)
 
     def eval(
@@ -183,12 +189,14 @@ class PipelineCore:
         try:
             batches = self._split(program, args, kwargs, target, stage_kwargs or {})
             losses = self._make_losses(batches, loss_kwargs, training=training, target=target)
+            self._promise(program, batches)
         except Exception as error:
+            # Nothing has run. Where no other rank is on its way, all is as it was before.
             if len(self._transport.local_ranks) == self._transport.num_ranks:
                 raise
             self._fail(make_failure(error, executors[0], is_running=False), error)
-        self._begin(program, executors, batches, losses, return_output)
         try:
+            self._begin(program, executors, batches, losses, return_output)
             drive(executors)
             if training:
                 for runner in self._runners.values():
@@ -263,6 +271,16 @@ class PipelineCore:
             if stage in self.modules
         }
 
+    def _promise(self, program: Schedule, batches: Mapping[int, Batch]) -> None:
+        """What this step's headers will say of the batch."""
+        size = next((batch.size for batch in batches.values() if batch.size is not None), None)
+        first = [stage for stage in self._topology.first_stages if stage in batches]
+        forms = batches[first[0]].forms if first else None
+        for promises in self._promises.values():
+            promises.begin_step(
+                program, size, forms, training=program.has_backward, knows_forms=bool(first)
+            )
+
     def _begin(
         self,
         program: Schedule,
@@ -289,14 +307,8 @@ class PipelineCore:
         if training:
             for exchange in set(self._parts.exchanges.values()):
                 exchange.begin_step()
-        size = next((batch.size for batch in batches.values() if batch.size is not None), None)
-        first = [stage for stage in self._topology.first_stages if stage in batches]
-        forms = batches[first[0]].forms if first else None
-        for executor in executors:
-            self._promises[executor.rank].begin_step(
-                program, size, forms, training=training, knows_forms=bool(first)
-            )
-            if self._recordings:
+        if self._recordings:
+            for executor in executors:
                 self._recorders[executor.rank].begin_step()
         self._num_steps += 1
         self._transport.begin_step(self._num_steps)

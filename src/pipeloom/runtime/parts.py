@@ -81,10 +81,12 @@ def _order_predecessors(topology: Topology, stage: int) -> list[int]:
 
 
 def _method_of(stage: int, options: Options, is_split: bool) -> str:
-    """A stage that only ever runs B has nothing to split."""
+    """A stage that only ever runs B has nothing to split, unless it brings its own W."""
     backward = options.backward
     chosen = backward if isinstance(backward, str) else backward.get(stage, "auto")
-    return chosen if is_split or chosen != "auto" else "whole"
+    if chosen == "auto" and not is_split and stage not in options.weight_backward:
+        return "whole"
+    return chosen
 
 
 def _make_exchanges(
