@@ -131,7 +131,19 @@ def test_v_half_and_v_min_attain_their_bound(p: int) -> None:
             assert 2 * result.peak <= chunks
 
 
-@pytest.mark.parametrize(("p", "bubble", "peak"), [(4, 7.5, 3), (7, 15, 5), (16, 37.5, 11)])
+@pytest.mark.parametrize(
+    ("p", "bubble", "peak"),
+    [
+        (4, 7.5, 3),
+        (7, 15, 5),
+        pytest.param(
+            *(8, 16.5, 6),
+            marks=pytest.mark.xfail(reason="17: half a forward longer than the best that is known"),
+        ),
+        (8, 17, 6),
+        (16, 37.5, 11),
+    ],
+)
 def test_1f1b_v_figures(p: int, bubble: float, peak: float) -> None:
     for m in (p, 2 * p, 3 * p + 1):
         result = simulate_tiny(build_schedule("1f1b_v", ranks=p, microbatches=m))
