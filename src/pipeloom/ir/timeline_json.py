@@ -21,6 +21,7 @@ from typing import Any
 from pipeloom.errors import ParseError
 from pipeloom.ir.action import Action
 from pipeloom.ir.notation import parse_action
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import schedule_from_json, schedule_to_json, write_text
 from pipeloom.ir.timeline import (
     LANES,
@@ -146,7 +147,7 @@ def timeline_from_json(text: str, *, source: str = "the JSON") -> Timeline:
             f"{VERSION}; a newer pipeloom may have written it"
         )
     schedule = schedule_from_json(json.dumps(data.get("schedule")), source=f'{source}, "schedule"')
-    reader = _Reader(schedule.num_ranks)
+    reader = _Reader(schedule)
     spans = reader.spans(data.get("spans"))
     memory = tuple(
         curve
@@ -187,10 +188,11 @@ def timeline_from_json(text: str, *, source: str = "the JSON") -> Timeline:
 class _Reader:
     """Takes the parts out of the object and collects what is wrong with them."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, schedule: Schedule) -> None:
+        self.num_ranks = schedule.num_ranks
         self.problems: list[str] = []
-        self.known: dict[str, Action] = {}
+        # Parsed already, with the schedule.
+        self.known = {str(action): action for action in schedule.all_actions()}
 
     def items(self, data: dict[str, Any], key: str) -> list[Any]:
         value = data.get(key, [])
