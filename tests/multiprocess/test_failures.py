@@ -86,6 +86,26 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: ProcessPool) -> None:
         assert "rank 1: is not in a step" in text
 
 
+def test_a_process_that_is_stopped_is_named(two_ranks: ProcessPool) -> None:
+    results = two_ranks.run(work.stop_one_process)
+    for kind, text, rank in results:
+        assert (kind, rank) == ("PipelineStalled", 1)
+        assert "rank 1: does not answer (its process is stopped, or" in text
+
+
+def test_a_rank_that_never_builds_its_pipeline_is_named() -> None:
+    pool = ProcessPool(2)
+    text, _ = pool.run(work.come_late, 1.0)
+    pool.stop()
+    assert text.startswith("RankLost: rank 1 did not come to build the pipeline within 1 s")
+
+
+def test_groups_that_cannot_be_used(two_ranks: ProcessPool) -> None:
+    whole_mesh, foreign_group = two_ranks.run(work.choose_wrong_groups)[1]
+    assert "pass the one that the pipeline runs along, for example group=mesh['data']" in whole_mesh
+    assert "this process is not a member of the group" in foreign_group
+
+
 def test_a_send_that_nobody_takes_is_a_stall(two_ranks: ProcessPool) -> None:
     for kind, text, rank, _ in two_ranks.run(work.stand_still, "large send"):
         assert (kind, rank) == ("PipelineStalled", 1)

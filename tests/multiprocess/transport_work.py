@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import pipeloom
 from pipeloom.errors import PipeloomError, StepError, StepFailed
 from pipeloom.ir.schedule import Schedule
 from pipeloom.runtime.transport.protocol import Edge, Header, Progress, TensorSpec
-from pipeloom.runtime.transport.torch_distributed import TorchTransport
+from pipeloom.runtime.transport.torch_distributed import TorchTransport, resolve_group
 
 TYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8,
@@ -279,6 +281,53 @@ def stand_still(kind: str) -> tuple[Any, ...]:
     finally:
         transport.close()
     return ("no error",)
+
+
+def stop_one_process() -> tuple[Any, ...]:
+    """Rank 1 is stopped, as by Ctrl-Z or a debugger; rank 0 wakes it after it was told."""
+    transport = open_transport(timeout=1.0)
+    rank = dist.get_rank()
+    pids = transport.gather_objects([os.getpid()])
+    transport.begin_step(2)
+    try:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        endpoint = transport.endpoint(rank)
+        edge = Edge(1 - rank, rank, 1 - rank, rank)
+        endpoint.progress.waits_for = edge
+        endpoint.wait(endpoint.post_receive(edge, 0, new_header=True))
+    except StepError as error:
+        return type(error).__name__, str(error), error.rank
+    finally:
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        transport.close()
+    return ("no error",)
+
+
+def come_late(connect_timeout: float) -> str:
+    """Rank 1 does not build its pipeline in time."""
+    if dist.get_rank() == 1:
+        time.sleep(2 * connect_timeout)
+        return ""
+    try:
+        TorchTransport(connect_timeout=connect_timeout)
+    except PipeloomError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def choose_wrong_groups() -> list[str]:
+    """What is said about groups that cannot be used."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+    only_rank_0 = dist.new_group([0])
+    problems = []
+    for group in (mesh, only_rank_0):
+        try:
+            resolve_group(group)
+        except PipeloomError as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    return problems
 
 
 def count_leftovers(repeats: int) -> tuple[int, int, int, int]:

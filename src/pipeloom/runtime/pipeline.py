@@ -117,7 +117,8 @@ class Pipeline(PipelineCore):
 
     ``stages`` maps the numbers of this rank's stages to their modules. ``group`` is a process
     group or a one-dimensional DeviceMesh (``None``: all processes), ``timeout`` in seconds is how
-    long nothing may move. Everything else is as for :class:`LocalPipeline`. Positional arguments
+    long nothing may move in a step, ``connect_timeout`` how long ranks wait for each other before
+    the first one. Everything else is as for :class:`LocalPipeline`. Positional arguments
     of ``step`` matter on ranks that hold a first stage, ``target`` on those that hold a last one.
     """
 
@@ -129,13 +130,16 @@ class Pipeline(PipelineCore):
         microbatches: int | None = None,
         group: Any = None,
         timeout: float = 300.0,
+        connect_timeout: float = 120.0,
         transport: Transport | None = None,
         schedule_options: Mapping[str, Any] | None = None,
         skip_connections: Sequence[tuple[int, int]] = (),
         **options: Any,
     ) -> None:
         chosen = Options(**options)
-        own = _open_transport(group, timeout, stages) if transport is None else transport
+        own = transport
+        if own is None:
+            own = _open_transport(group, stages, timeout=timeout, connect_timeout=connect_timeout)
         everywhere: list[tuple[list[int], set[int]]] = own.gather_objects(
             [(sorted(stages), _find_sharded(stages))] * len(own.local_ranks)
         )
@@ -156,10 +160,10 @@ class Pipeline(PipelineCore):
         super().__init__(stages, programs, own, chosen)
 
 
-def _open_transport(group: Any, timeout: float, stages: Mapping[int, nn.Module]) -> Transport:
+def _open_transport(group: Any, stages: Mapping[int, nn.Module], **timeouts: float) -> Transport:
     from pipeloom.runtime.transport.torch_distributed import TorchTransport
 
-    return TorchTransport(group, modules=stages.values(), timeout=timeout)
+    return TorchTransport(group, modules=stages.values(), **timeouts)
 
 
 def _serve_copies(modules: dict[int, nn.Module], topology: Topology) -> dict[int, nn.Module]:

@@ -49,7 +49,7 @@ class RankReport:
         if self.step is None:
             if self.last_step is None:
                 return "has not begun a step"
-            return f"is not in a step; {self.last_step} was its last"
+            return f"is not in a step; its last was {self.last_step}"
         if self.waits_for:
             return f"waits at {self.action} for {_name_ranks(self.waits_for)}"
         return f"runs {self.action}"
