@@ -2,8 +2,8 @@
 
 A schedule that is driven by costs takes ``costs``: a cost model, or a mapping with its fields, such
 as ``{"forward": 1, "input": 1, "weight": [1, 1, 1, 2], "latency": 0.1}``. And it takes
-``memory_limit``, in the model's unit of memory; where the model does not say otherwise, that is the
-activation of one microbatch on one rank.
+``memory_limit``: a number in the model's unit of memory, or text with a unit such as ``"40GiB"``.
+Where the model does not say otherwise, the unit is the activation of one microbatch on one rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from pipeloom.cost.constant import StageCosts, UniformCosts
 from pipeloom.cost.model import CostModel, ScheduleCosts
+from pipeloom.cost.units import parse_memory
 from pipeloom.errors import CostFileError, ScheduleError
 from pipeloom.ir.action import Kind
 from pipeloom.ir.dependencies import SENT_GRADIENT, SENT_OUTPUT, Product
@@ -42,11 +43,8 @@ class PassCosts:
     retained: Sequence[float]
     #: Per rank: what activations may take.
     room: Sequence[float]
-
-    @property
-    def work(self) -> float:
-        """The time of all passes of one microbatch."""
-        return sum(self.forward) + sum(self.input) + sum(self.weight)
+    #: What the rank may hold in all.
+    limit: float
 
 
 def measure_passes(
@@ -55,7 +53,7 @@ def measure_passes(
     *,
     microbatches: int,
     costs: Costs | None,
-    memory_limit: float | None,
+    memory_limit: float | str | None,
 ) -> PassCosts:
     """Bind costs to a chain over a placement, and see how much room the limit leaves."""
     topology = Topology.chain(placement.num_stages)
@@ -68,7 +66,7 @@ def measure_passes(
         if placement.ranks[stage] != placement.ranks[stage - 1]:
             activation[stage] += bound.boundary[stage - 1]
             retained[stage] += bound.boundary[stage - 1]
-    limit = float("inf") if memory_limit is None else memory_limit
+    limit = float("inf") if memory_limit is None else parse_memory(memory_limit, bound.memory_unit)
     return PassCosts(
         forward=bound.durations[Kind.F],
         input=bound.durations[Kind.I],
@@ -80,19 +78,20 @@ def measure_passes(
         activation=activation,
         retained=retained,
         room=[limit - sum(held.values()) for held in bound.static_memory],
+        limit=limit,
     )
 
 
-def check_room(name: str, passes: PassCosts, least: Sequence[float], memory_limit: float) -> None:
+def check_room(name: str, passes: PassCosts, least: Sequence[float]) -> None:
     """Refuse a limit under which not even the least can run; every rank concerned is named."""
     short = [
-        f"rank {rank} needs {memory_limit - room + need:g}"
+        f"rank {rank} needs {passes.limit - room + need:g}"
         for rank, (room, need) in enumerate(zip(passes.room, least, strict=True))
         if room < need * (1 - 1e-9)
     ]
     if short:
         raise ScheduleError(
-            f"{name} cannot run with a memory_limit of {memory_limit:g}: {', '.join(short)}; "
+            f"{name} cannot run with a memory_limit of {passes.limit:g}: {', '.join(short)}; "
             f"raise the limit, or give a rank less by using more ranks or smaller microbatches"
         )
 

@@ -38,7 +38,7 @@ def v_half(
     ranks: int,
     microbatches: int,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
 ) -> Schedule:
     """V-Half: half of 1F1B's activations, and less idle time.
 
@@ -78,7 +78,7 @@ def v_min(
     ranks: int,
     microbatches: int,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
 ) -> Schedule:
     """V-Min: a third of 1F1B's activations, for about its idle time.
 
@@ -195,7 +195,7 @@ def _build(
     microbatches: int,
     peak: int,
     costs: Costs | None,
-    memory_limit: float | None,
+    memory_limit: float | str | None,
 ) -> Schedule:
     placement = Placement.vee(ranks)
     passes = measure_passes(
@@ -209,7 +209,7 @@ def _build(
         passes = replace(passes, room=[peak * size for size in per_microbatch])
     else:
         least = [(ranks + 4) // 3 * size for size in per_microbatch]
-        check_room(name, passes, least, memory_limit)
+        check_room(name, passes, least)
     shapes = list(for_equal_passes)
     if costs is not None or memory_limit is not None:
         shapes += [_HALF_ODD, _HALF_EVEN, *_MIN_BY_REMAINDER]

@@ -40,7 +40,7 @@ def zb_auto(
     ranks: int,
     microbatches: int,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
 ) -> Schedule:
     """Zero bubble for given costs per stage and a given memory limit.
 
@@ -70,7 +70,7 @@ def zb_auto(
     if memory_limit is None:
         passes = _with_default_room(passes)
     else:
-        check_room("zb_auto", passes, passes.activation, memory_limit)
+        check_room("zb_auto", passes, passes.activation)
     rows = _find_best(passes, ranks=ranks, microbatches=microbatches).rows
 
     return make_looped(

@@ -112,6 +112,19 @@ def test_made_to_measure_for_costs_per_stage() -> None:
     assert simulate_tiny(schedule, costs).makespan == 3 + 12 * 6
 
 
+def test_limits_in_bytes() -> None:
+    costs = UniformCosts(forward=1, input=1, weight=1, activation=2, weights=5, memory_unit="GiB")
+    by_text, by_number = (
+        build_schedule("zb_auto", ranks=4, microbatches=9, costs=costs, memory_limit=limit)
+        for limit in ("13 GiB", 13)
+    )
+    assert by_text == by_number
+    # Of 13 GiB the weights take 5; what is left holds 4 activations.
+    assert simulate_tiny(by_text).peak == 4
+    with pytest.raises(CostFileError, match="cannot be compared"):
+        build_schedule("v_half", ranks=4, microbatches=9, memory_limit="13GiB")
+
+
 def test_limits_and_costs_that_cannot_be() -> None:
     with pytest.raises(ScheduleError, match=r"memory_limit of 0\.5: rank 0 needs 1, rank 1 needs"):
         build_schedule("zb_auto", ranks=2, microbatches=2, memory_limit=0.5)
