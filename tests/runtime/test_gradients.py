@@ -255,3 +255,22 @@ def test_arguments_get_their_gradients():
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     compare_gradients(stages, plain)
+
+
+def test_copies_on_one_rank():
+    """Two copies of one stage on the same rank: added up there, without a message."""
+    rows = ["0F0 1F1 0B0 1B1"]
+    schedule = pipeloom.make_schedule(
+        [[pipeloom.parse_action(text) for text in row.split()] for row in rows],
+        topology=pipeloom.Topology.bidirectional(1),
+    )
+    part = Block().double()
+    stages = [part, *copy_stages([part])]
+    plain = copy_stages([part])
+    pipe = LocalPipeline(stages, schedule, loss_fn=squared_error)
+    for _ in range(2):
+        x, y = make_batch(4)
+        pipe.step(x, target=y)
+        run_plainly(plain, list(zip(x.chunk(2), y.chunk(2), strict=True)))
+    compare_gradients(stages[:1], plain)
+    compare_gradients(stages[1:], plain)

@@ -123,6 +123,10 @@ def test_evaluation_under_every_placement(schedule):
             expected = part(expected)
         result = pipe.eval(x, target=y, microbatches=count)
         torch.testing.assert_close(result.output, expected)
+        cuts = torch.arange(rows).tensor_split(count or 4)
+        losses = torch.stack([squared_error(expected[cut], y[cut]) for cut in cuts])
+        torch.testing.assert_close(torch.stack(result.losses), losses)
+        torch.testing.assert_close(result.loss, losses.mean())
     assert all(p.grad is None for stage in parts for p in stage.parameters())
 
 

@@ -376,7 +376,9 @@ class PipelineCore:
         total, each, known = share_losses(
             losses,
             num_microbatches=num_microbatches,
-            first_last_stage=self._topology.last_stages[0],
+            weighing_stage=self._topology.last_stages[
+                self._topology.chain_of_microbatch(0, num_microbatches)
+            ],
             device=self._device,
             sum_over_processes=share,
         )

@@ -34,7 +34,7 @@ def share_losses(
     own: Mapping[int, StepLoss],
     *,
     num_microbatches: int,
-    first_last_stage: int,
+    weighing_stage: int,
     device: torch.device,
     sum_over_processes: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ def share_losses(
         # A chain's microbatches are consecutive: no index has to travel to the device.
         values[order[0] : order[-1] + 1] = stacked.to(values)
         values[-1] += len(order)
-        if stage == first_last_stage:
+        if stage == weighing_stage:  # one of them, and one that has losses
             values[-2] = loss.total_weight
     values = sum_over_processes(values)
     total = values[:num_microbatches].sum() / values[-2]
