@@ -59,11 +59,7 @@ export class LaneDensity {
     const shares = new Float32Array(this.styles.length * columns);
     const binsPerColumn = ((t1 - t0) / columns / this.timeline.end) * this.numBins;
     if (binsPerColumn < 1) {
-      const scale = columns / (t1 - t0);
-      this.eachPiece(t0, t1, (style, start, end) => {
-        const at = this.slot.get(style) * columns;
-        addCoverage(shares, (start - t0) * scale, (end - t0) * scale, columns, 0, at);
-      });
+      this.measureExactly(shares, t0, t1, columns);
       return shares;
     }
     const from = (t0 / this.timeline.end) * this.numBins;
@@ -77,15 +73,32 @@ export class LaneDensity {
     });
     return shares;
   }
+
+  // The same where a bin is wider than a column: from the boxes themselves.
+  measureExactly(shares, t0, t1, columns) {
+    const scale = columns / (t1 - t0);
+    const offsets = [];
+    for (const [style, slot] of this.slot) offsets[style] = slot * columns;
+    this.eachPiece(t0, t1, (style, start, end) => {
+      addCoverage(shares, (start - t0) * scale, (end - t0) * scale, columns, offsets[style]);
+    });
+  }
 }
 
-function addCoverage(target, from, to, columns, shift, offset = 0) {
-  let column = Math.max(0, Math.floor(from));
-  const stop = Math.min(columns, to);
-  for (; column < stop; column++) {
-    const covered = Math.min(to, column + 1) - Math.max(from, column);
-    if (covered > 0) target[offset + column + shift] += covered;
+// Add the stretch from one column to another to a row of columns that starts at `offset`.
+function addCoverage(target, from, to, columns, offset) {
+  const low = from > 0 ? from : 0;
+  const high = to < columns ? to : columns;
+  if (high <= low) return;
+  let column = Math.floor(low);
+  const last = Math.ceil(high) - 1;
+  if (column === last) {
+    target[offset + column] += high - low;
+    return;
   }
+  target[offset + column] += column + 1 - low;
+  while (++column < last) target[offset + column] += 1;
+  target[offset + last] += high - last;
 }
 
 function readSum(sums, at) {
