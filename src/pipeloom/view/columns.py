@@ -98,7 +98,7 @@ def _encode_picture(
         "timeUnit": timeline.time_unit,
         "secondsPerUnit": SECONDS_PER_UNIT.get(timeline.time_unit),
         "memoryUnit": timeline.memory_unit,
-        "memoryLimit": timeline.memory_limit,
+        "memoryLimit": picture.memory_limit,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
@@ -112,7 +112,6 @@ def _encode_picture(
         "facts": [list(fact) for fact in picture.facts],
         "rows": [list(row) for row in picture.rows],
         "fused": fused,
-        "bounds": dict(figures.bounds),
         "idleOfRank": list(figures.bubble_of_rank),
         "peaks": [
             {

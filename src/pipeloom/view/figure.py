@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.dependencies import simple_actions
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.timeline import Timeline
 from pipeloom.view.density import measure_density
 from pipeloom.view.figure_parts import draw_legend, make_areas, number_chunks, outline_steps
@@ -300,7 +300,7 @@ class _Panel:
     def _draw_memory(self, rank: int, y: float) -> float:
         height, theme = 16.0, self.theme
         largest = self.picture.largest_memory
-        limit = self.picture.timeline.memory_limit
+        limit = self.picture.memory_limit
         right = self.x(self.picture.end)
         curve = next((c for c in self.picture.memory if c.rank == rank), None)
         if curve is not None and curve.times and largest > 0:

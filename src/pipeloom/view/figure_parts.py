@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.ir.dependencies import simple_actions
+from pipeloom.ir.questions import simple_actions
 from pipeloom.view.palette import STYLE_OF_CAUSE, STYLE_OF_KIND, Theme
 from pipeloom.view.picture import Picture
 from pipeloom.view.scene import Area, Points, Rect, Scene, Words, measure_text

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import RETAINED, RULES, Product, Role, simple_actions
+from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.products import RETAINED, Product
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.timeline import Timeline
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import simple_actions
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.timeline import LANES, Figures, IdleSpan, MemoryCurve, Timeline
 from pipeloom.view.palette import STYLE_OF_CAUSE, STYLE_OF_KIND, Style
 from pipeloom.view.quantities import format_memory, format_share, format_time
@@ -104,11 +105,17 @@ class Picture:
         wanted = set(self.figures.critical_path)
         return frozenset(i for i, span in enumerate(self.timeline.spans) if span in wanted)
 
+    @property
+    def memory_limit(self) -> float | None:
+        """The limit that can be drawn: none at all and none in sight are the same."""
+        limit = self.timeline.memory_limit
+        return limit if limit is not None and isfinite(limit) else None
+
     @cached_property
     def largest_memory(self) -> float:
         """The top of the memory scale: the largest peak, or the limit where that is higher."""
         peaks = [max(curve.totals, default=0.0) for curve in self.memory]
-        return max([*peaks, self.timeline.memory_limit or 0.0], default=0.0)
+        return max([*peaks, self.memory_limit or 0.0], default=0.0)
 
     @cached_property
     def legend(self) -> tuple[Style, ...]:

@@ -14,7 +14,7 @@ from math import ceil, floor
 from statistics import median
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import simple_actions
+from pipeloom.ir.questions import simple_actions
 from pipeloom.view.palette import STYLE_OF_CAUSE, style_of, style_of_cause
 from pipeloom.view.picture import Box, Picture
 from pipeloom.view.quantities import (

@@ -15,6 +15,7 @@ import pipeloom
 from pipeloom.errors import MissingExtraError, ScheduleError
 from pipeloom.view.density import measure_density
 from pipeloom.view.figure import LEFT, RIGHT, draw_figure, make_options
+from pipeloom.view.html_report import make_report
 from pipeloom.view.palette import STYLE_OF_CAUSE, STYLE_OF_KIND
 from pipeloom.view.picture import make_picture
 from pipeloom.view.scene import Line, Rect, Scene, Words, measure_text
@@ -97,6 +98,13 @@ def test_options_show_and_hide() -> None:
     assert len([s for s in arrows.shapes if isinstance(s, Line) and s.arrow]) == 4
     dark = draw_figure([timeline], make_options(theme="dark"))
     assert dark.background == "#12161C"
+
+
+def test_a_limit_out_of_sight_is_no_limit() -> None:
+    timeline = replace(make_small_timeline(), memory_limit=float("inf"))
+    scene = draw_figure([timeline], make_options())
+    assert not [s for s in scene.shapes if isinstance(s, Line) and s.dashed]
+    assert '"memoryLimit":null' in make_report(timeline)
 
 
 def test_bad_options_are_errors_that_say_what_works() -> None:
