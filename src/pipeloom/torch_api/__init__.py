@@ -1,0 +1,1 @@
+"""The names of torch.distributed.pipelining over pipeloom's engine, module for module."""
