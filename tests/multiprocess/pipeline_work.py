@@ -202,6 +202,21 @@ def mistake(kind: str) -> str:
     return "no error"
 
 
+def leave_early() -> int:
+    """The first rank has done its part of an evaluation, and left, before the last one begins."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    schedule = pipeloom.build_schedule("1f1b", ranks=ranks, microbatches=4)
+    stages = place(make_stages(schedule), schedule, rank)
+    pipe = Pipeline(stages, "1f1b", microbatches=4)
+    x, _ = ZOO["blocks"].make_batch(8)
+    pipe.eval(x)
+    if rank == ranks - 1:
+        time.sleep(0.5)
+    output = pipe.eval(x).output
+    pipe.close()
+    return 0 if output is None else len(output)
+
+
 # ── long runs, recording ─────────────────────────────────────────────────────────────────────────
 
 

@@ -83,6 +83,10 @@ def test_a_batch_that_does_not_fit_on_one_rank(two_ranks: ProcessPool) -> None:
     assert "6" in texts[0]
 
 
+def test_a_rank_may_leave_once_its_part_is_done(two_ranks: ProcessPool) -> None:
+    assert two_ranks.run(work.leave_early) == [0, 8]
+
+
 def test_stages_on_the_wrong_ranks(two_ranks: ProcessPool) -> None:
     texts = two_ranks.run(work.mistake, "stage on two ranks")
     assert texts[0] == texts[1]

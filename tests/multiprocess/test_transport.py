@@ -69,6 +69,11 @@ def test_two_pipelines_in_sub_groups(four_ranks: ProcessPool) -> None:
     assert four_ranks.run(work.run_in_subgroups) == [(0, 0.0), (0, 1.0), (1, 0.0), (1, 1.0)]
 
 
+@pytest.mark.parametrize("size", [16, 1 << 21], ids=["small", "large"])
+def test_nothing_is_kept_of_a_message(two_ranks: ProcessPool, size: int) -> None:
+    assert two_ranks.run(work.keep_nothing, size) == [[], []]
+
+
 def test_transports_leave_nothing_behind(two_ranks: ProcessPool) -> None:
     for files, threads, files_after, threads_after in two_ranks.run(work.count_leftovers, 5):
         assert files_after <= files

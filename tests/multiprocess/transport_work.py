@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,38 @@ def count_leftovers(repeats: int) -> tuple[int, int, int, int]:
         exchange_many([1 << 19, 3], False)
     dist.barrier()
     return (*before, len(os.listdir("/proc/self/fd")), threading.active_count())
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def keep_nothing(size: int) -> list[str]:
+    """What the transport still holds of a message once it was sent, and once it was received."""
+    transport = open_transport()
+    rank = dist.get_rank()
+    endpoint = transport.endpoint(rank)
+    edge = Edge(0, 1, 0, 1)
+    alive = []
+    transport.begin_step(0)
+    for microbatch in range(2):
+        header = None
+        if rank == 0:
+            tensors = [torch.ones(size)]
+            if microbatch == 0:
+                header = describe(tensors)
+            sent = weakref.ref(tensors[0])
+            endpoint.post_send(edge, microbatch, tensors, header)
+            del tensors
+            endpoint.flush()
+            if sent() is not None:
+                alive.append(f"sent tensor of microbatch {microbatch}")
+        else:
+            ticket = endpoint.post_receive(edge, microbatch, new_header=microbatch == 0)
+            message = endpoint.wait(ticket)
+            received = weakref.ref(message.tensors[0])
+            del message
+            if received() is not None:
+                alive.append(f"received tensor of microbatch {microbatch}")
+    transport.end_step()
+    transport.close()
+    return alive

@@ -98,11 +98,12 @@ class Watcher:
     # ── for the main thread ──────────────────────────────────────────────────────────────────
 
     def begin(self, step: str) -> None:
-        """From here on standing still counts; raises if a rank failed or left."""
+        """From here on standing still counts; raises if a rank failed.
+
+        A rank that left may have done its part of this step already: it is missed when this rank
+        waits for it.
+        """
         self.raise_failure()
-        if self._left:
-            self._settle(self._say_left(min(self._left)))
-            self.raise_failure()
         self._step = step
 
     def end(self) -> None:
