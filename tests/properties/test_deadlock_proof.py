@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import is_communication
+from pipeloom.ir.questions import is_communication
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.deadlock import CHANNELS, SENDS, find_deadlock
 from tests.support.brute_force_interleavings import search

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import ParseError
 from pipeloom.ir.action import Action, Kind, fuse
-from pipeloom.ir.dependencies import RULES, Role, find_malformed
+from pipeloom.ir.dependencies import RULES, Role
 from pipeloom.ir.notation import (
     LARGEST_NUMBER,
     format_csv,
@@ -20,6 +20,7 @@ from pipeloom.ir.notation import (
     parse_csv,
     parse_grid,
 )
+from pipeloom.ir.questions import find_malformed
 from pipeloom.ir.schedule import Schedule, make_schedule
 from pipeloom.ir.serialization import load_schedule, schedule_from_json, schedule_to_json
 from tests.support.random_programs import make_program

@@ -9,7 +9,7 @@ import torch
 
 import pipeloom
 from pipeloom import LocalPipeline, PreSplit
-from pipeloom.ir.dependencies import is_compute
+from pipeloom.ir.questions import is_compute
 from support.models import (
     ZOO,
     compare_gradients,

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from pipeloom.cost.network import Link, Network
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import (
+from pipeloom.ir.products import (
     ACTIVATION,
     RECEIVED_GRADIENT,
     RECEIVED_OUTPUT,

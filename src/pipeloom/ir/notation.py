@@ -21,7 +21,8 @@ from typing import Literal
 
 from pipeloom.errors import ParseError
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import RULES, Role, find_malformed, role_of
+from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.questions import find_malformed, role_of
 from pipeloom.ir.schedule import Schedule, make_schedule
 from pipeloom.ir.topology import Topology
 

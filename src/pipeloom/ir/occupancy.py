@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import RETAINED, Dependencies, Product
+from pipeloom.ir.dependencies import Dependencies
+from pipeloom.ir.products import RETAINED, Product
 
 #: How many bytes (or units) a product takes while it lives.
 SizeOf = Callable[[Product], float]

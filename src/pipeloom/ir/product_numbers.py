@@ -14,7 +14,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import RULES, Dependencies, Product, Role
+from pipeloom.ir.dependencies import (
+    RULES,
+    Dependencies,
+    Role,
+)
+from pipeloom.ir.products import Product
 
 
 class Pattern(NamedTuple):

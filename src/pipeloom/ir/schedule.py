@@ -22,15 +22,14 @@ from typing import Any
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import (
-    RULES,
-    Dependencies,
+from pipeloom.ir.dependencies import RULES, Dependencies
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.questions import (
     is_backward,
     is_communication,
     is_compute,
     simple_actions,
 )
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.topology import Topology
 
 

@@ -12,7 +12,7 @@ between them, splitting gained nothing.
 from __future__ import annotations
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import whole_of
+from pipeloom.ir.questions import whole_of
 from pipeloom.ir.schedule import Schedule
 
 

@@ -18,7 +18,12 @@ from typing import Literal, NamedTuple
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import Dependencies, Role, is_communication, is_compute, role_of
+from pipeloom.ir.dependencies import Dependencies, Role
+from pipeloom.ir.questions import (
+    is_communication,
+    is_compute,
+    role_of,
+)
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.deadlock import Channel, Sends, check_model, find_deadlock
 

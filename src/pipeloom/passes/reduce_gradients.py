@@ -18,7 +18,9 @@ from collections.abc import Iterable
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import WEIGHT_GRADIENT, Role, role_of
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.products import WEIGHT_GRADIENT
+from pipeloom.ir.questions import role_of
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.time_order import walk_in_time_order
 

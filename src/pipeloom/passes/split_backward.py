@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import Role, halves_of, role_of
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import halves_of, role_of
 from pipeloom.ir.schedule import Schedule
 
 

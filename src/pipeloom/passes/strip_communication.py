@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from pipeloom.ir.dependencies import is_communication
+from pipeloom.ir.questions import is_communication
 from pipeloom.ir.schedule import Schedule
 
 

@@ -22,13 +22,13 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import (
+from pipeloom.ir.product_numbers import ProductNumbers
+from pipeloom.ir.products import (
     INPUT_GRADIENT,
     OUTPUT,
     WEIGHT_GRADIENT,
-    simple_actions,
 )
-from pipeloom.ir.product_numbers import ProductNumbers
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.schedule import Schedule
 
 _WORK = frozenset({OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT})

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from pipeloom.cost.model import CostModel
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import Role, role_of, simple_actions
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import role_of, simple_actions
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.reduce_gradients import reduce_gradients
 

@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import RULES, Product, Role
+from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.products import Product
 from pipeloom.ir.schedule import Schedule
 from pipeloom.runtime.data_parallel import DataParallelStage
 from pipeloom.runtime.gradients import CopyExchange

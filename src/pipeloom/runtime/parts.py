@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from pipeloom.ir.dependencies import PENDING_WEIGHTS
+from pipeloom.ir.products import PENDING_WEIGHTS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
 from pipeloom.runtime.backward import choose_method

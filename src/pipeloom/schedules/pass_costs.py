@@ -17,8 +17,12 @@ from pipeloom.cost.model import CostModel, ScheduleCosts
 from pipeloom.cost.units import parse_memory
 from pipeloom.errors import CostFileError, ScheduleError
 from pipeloom.ir.action import Kind
-from pipeloom.ir.dependencies import SENT_GRADIENT, SENT_OUTPUT, Product
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.products import (
+    SENT_GRADIENT,
+    SENT_OUTPUT,
+    Product,
+)
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Kind
-from pipeloom.ir.dependencies import Role, role_of
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import role_of
 
 
 def find_lower_bounds(costs: ScheduleCosts, memory_limit: float | None = None) -> dict[str, float]:

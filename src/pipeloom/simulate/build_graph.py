@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import Role, simple_actions
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import simple_actions
 from pipeloom.simulate.footprint import Footprint, Footprints
 from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph
 

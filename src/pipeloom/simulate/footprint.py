@@ -18,7 +18,12 @@ from typing import NamedTuple
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import RETAINED, RULES, Dependencies, Product, Role
+from pipeloom.ir.dependencies import (
+    RULES,
+    Dependencies,
+    Role,
+)
+from pipeloom.ir.products import RETAINED, Product
 
 
 class UnwrittenMessage(NamedTuple):

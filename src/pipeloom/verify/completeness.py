@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeloom.ir.dependencies import (
+from pipeloom.ir.products import (
     INPUT_GRADIENT,
     OUTPUT,
     PENDING_WEIGHTS,

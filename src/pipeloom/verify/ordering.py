@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.dependencies import (
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.products import (
     INPUT_GRADIENT,
     OUTPUT,
     PENDING_WEIGHTS,
@@ -19,7 +20,8 @@ from pipeloom.ir.dependencies import (
     RECEIVED_OUTPUT,
     WEIGHT_GRADIENT,
     Product,
-    Role,
+)
+from pipeloom.ir.questions import (
     is_backward,
     role_of,
     simple_actions,

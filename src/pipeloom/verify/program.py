@@ -18,16 +18,18 @@ from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.dependencies import (
-    INPUT_GRADIENT,
-    OUTPUT,
     RULES,
-    SENT_GRADIENT,
-    SENT_OUTPUT,
     Dependencies,
-    Product,
     Role,
 )
 from pipeloom.ir.product_numbers import Pattern, ProductNumbers
+from pipeloom.ir.products import (
+    INPUT_GRADIENT,
+    OUTPUT,
+    SENT_GRADIENT,
+    SENT_OUTPUT,
+    Product,
+)
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.report import Place
 from pipeloom.verify.soundness import SoundRows, find_sound_actions

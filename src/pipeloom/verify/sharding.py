@@ -15,14 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeloom.ir.dependencies import (
-    REDUCED_GRADIENT,
-    RULES,
-    WEIGHT_GRADIENT,
-    Role,
-    is_compute,
-    simple_actions,
-)
+from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.products import REDUCED_GRADIENT, WEIGHT_GRADIENT
+from pipeloom.ir.questions import is_compute, simple_actions
 from pipeloom.verify.program import NOWHERE, Program
 from pipeloom.verify.report import Place, Violation
 

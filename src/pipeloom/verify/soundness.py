@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.ir.action import Action, Kind
-from pipeloom.ir.dependencies import (
-    RULES,
-    Dependencies,
+from pipeloom.ir.dependencies import RULES, Dependencies
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.questions import (
     find_malformed,
     is_communication,
     is_compute,
     simple_actions,
 )
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.report import Place, Violation, runs_of
 

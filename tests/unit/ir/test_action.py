@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from pipeloom.ir.action import Action, Kind, fuse
-from pipeloom.ir.dependencies import find_malformed
+from pipeloom.ir.questions import find_malformed
 
 
 @pytest.mark.parametrize(

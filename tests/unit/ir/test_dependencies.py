@@ -13,6 +13,10 @@ from pipeloom.ir.dependencies import (
     RULES,
     Dependencies,
     Role,
+)
+from pipeloom.ir.notation import parse_action
+from pipeloom.ir.placement import Placement
+from pipeloom.ir.questions import (
     halves_of,
     is_backward,
     is_communication,
@@ -20,8 +24,6 @@ from pipeloom.ir.dependencies import (
     role_of,
     whole_of,
 )
-from pipeloom.ir.notation import parse_action
-from pipeloom.ir.placement import Placement
 from pipeloom.ir.topology import Topology
 
 TOPOLOGY = Topology.chain(4).with_edges((0, 2))

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pipeloom.ir.dependencies import Product
 from pipeloom.ir.notation import parse_grid
 from pipeloom.ir.occupancy import Occupancy, walk_occupancy
+from pipeloom.ir.products import Product
 from tests.support.random_programs import make_program
 
 SIZES = {"activation": 1.0, "retained": 0.5, "received output": 0.25, "received gradient": 0.125}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import ScheduleError, VerificationError
-from pipeloom.ir.dependencies import is_communication
 from pipeloom.ir.notation import format_grid, parse_csv, parse_grid
+from pipeloom.ir.questions import is_communication
 from pipeloom.ir.schedule import Schedule, make_schedule
 from pipeloom.ir.topology import Topology
 from pipeloom.passes.insert_communication import insert_communication

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.dependencies import Role, is_compute, role_of
+from pipeloom.ir.dependencies import Role
 from pipeloom.ir.notation import parse_action, parse_grid
 from pipeloom.ir.occupancy import walk_occupancy
+from pipeloom.ir.questions import is_compute, role_of
 from pipeloom.ir.schedule import Schedule
 from pipeloom.passes.insert_communication import insert_communication
 from pipeloom.passes.place_receives import place_receives

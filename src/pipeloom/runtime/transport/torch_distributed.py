@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ScheduleError, StepError
-from pipeloom.ir.dependencies import Role, role_of
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import role_of
 from pipeloom.ir.schedule import Schedule
 from pipeloom.runtime.transport.channels import Receiver, Sender, Ticket, WrongMessage
 from pipeloom.runtime.transport.collectives import Collectives
