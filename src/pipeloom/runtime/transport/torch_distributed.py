@@ -324,6 +324,7 @@ def _forgetter(transport: weakref.ref[TorchTransport]) -> Callable[[], None]:
         if alive is not None:
             alive._watcher.forget_connections()
             alive._links.forget()
+            alive._connections.close()
             alive._close.detach()
 
     return forget
