@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from pipeloom.cost.constant import UniformCosts
 from pipeloom.cost.model import CostModel, ScheduleCosts
+from pipeloom.cost.network import Network
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action
 from pipeloom.ir.schedule import Schedule
@@ -48,7 +50,7 @@ def analyse(
     )
     bound = (NO_COSTS if costs is None else costs).bind(schedule)
     try:
-        graph = build_graph(NO_COSTS.bind(schedule))
+        graph = build_graph(_without_times(bound))
         _, _, order = find_times(graph)
     except CannotProceed:
         from pipeloom.verify.verifier import verify
@@ -70,6 +72,14 @@ def analyse(
 
 #: Durations that are not known, and an activation of 1 per microbatch and rank.
 NO_COSTS = UniformCosts(forward=0.0, input=0.0, weight=0.0)
+
+
+def _without_times(costs: ScheduleCosts) -> ScheduleCosts:
+    """What the same costs say of sizes: how long things took was measured."""
+    nothing = (0.0,) * costs.schedule.num_stages
+    times = ("forward", "input", "weight", "full", "unshard", "reshard", "reduce_grad")
+    changed: dict[str, Any] = dict.fromkeys(times, nothing)
+    return replace(costs, network=Network(), **changed)
 
 
 def analyse_graph(

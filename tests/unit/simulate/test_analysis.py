@@ -27,6 +27,15 @@ def test_a_simulated_run_analysed_as_a_measured_one_has_the_same_figures(
     assert (again.source, again.clock) == ("measured", "measured")
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_memory_of_a_measured_run_is_that_of_its_costs(name: str) -> None:
+    costs = UniformCosts(1, 2, 1, latency=0.5, activation=3, retained=0.5, boundary=0.25, weights=2)
+    simulated = simulate(lower(build_schedule(name, ranks=4, microbatches=8)), costs)
+    again = analyse(simulated.schedule, simulated.spans, costs=costs)
+    assert again.peak_memory == simulated.peak_memory
+    assert again.memory == simulated.memory
+
+
 def test_pauses_of_a_measured_run() -> None:
     schedule = parse_grid("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
     spans = measured(
