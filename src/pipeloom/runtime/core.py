@@ -334,9 +334,7 @@ class PipelineCore:
                 self._parts,
                 handlers=handlers,
                 promises=self._promises[rank],
-                observer=Observer(self._hooks, self._recorders[rank] if self._recordings else None)
-                if watched
-                else None,
+                observer=self._observe(rank) if watched else None,
             )
             for rank in self._transport.local_ranks
         ]
@@ -344,6 +342,10 @@ class PipelineCore:
             self._bound.pop(next(iter(self._bound)))
         self._bound[key] = (stamp, executors)
         return executors
+
+    def _observe(self, rank: int) -> Observer:
+        recorder = self._recorders[rank] if self._recordings else None
+        return Observer(self._hooks, recorder, self._options.profiler_name)
 
     def _fail(self, error: StepError, cause: BaseException | None) -> NoReturn:
         """Tell the other ranks, remember the error without what its traceback holds, raise it."""

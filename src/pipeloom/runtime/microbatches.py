@@ -30,7 +30,14 @@ from pipeloom.errors import ShapeError
 from pipeloom.runtime.block_mask import is_block_mask, split_block_mask
 from pipeloom.runtime.boundary import flatten, name_leaves, unflatten
 
-__all__ = ["PreSplit", "REPLICATE", "Batch", "merge_outputs", "split_batch"]
+__all__ = [
+    "PreSplit",
+    "REPLICATE",
+    "Batch",
+    "batch_of_microbatches",
+    "merge_outputs",
+    "split_batch",
+]
 
 
 class _Replicate:
@@ -133,6 +140,30 @@ def split_batch(
                 if _wants_grad(list(column) if leaf.is_cut_by_user else leaf.value)
             ]
         ),
+    )
+
+
+def batch_of_microbatches(
+    arguments: Sequence[tuple[Any, ...]],
+    keywords: Sequence[dict[str, Any]],
+    targets: Sequence[Any],
+) -> Batch:
+    """A batch that somebody cut already: its arguments, one list entry per microbatch."""
+    forms: dict[Any, int] = {}
+    numbers = tuple(
+        [
+            forms.setdefault(_form_of(pair), len(forms))
+            for pair in zip(arguments, keywords, strict=True)
+        ]
+    )
+    differentiable = {"args": _wants_grad(arguments), "kwargs": _wants_grad(keywords)}
+    return Batch(
+        arguments,
+        keywords,
+        targets,
+        None,
+        numbers if len(forms) > 1 else None,
+        frozenset([name for name, wants in differentiable.items() if wants]),
     )
 
 

@@ -17,19 +17,32 @@ from pipeloom.runtime.hooks import ActionEvent, Hooks
 from pipeloom.runtime.recorder import RankRecorder
 from pipeloom.runtime.transport.protocol import Message
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "name_for_profiler"]
 
 Call = Callable[[], None]
 
-#: Every action shows up in profiles as this and its text.
-PROFILER_PREFIX = "pipeloom:"
+
+def name_for_profiler(action: Action) -> str:
+    """How an action shows up in profiles.
+
+    >>> from pipeloom.ir.notation import parse_action
+    >>> name_for_profiler(parse_action("2F0"))
+    'pipeloom:2F0'
+    """
+    return f"pipeloom:{action}"
 
 
 class Observer:
     """Wraps the calls of one rank."""
 
-    def __init__(self, hooks: Hooks, recorder: RankRecorder | None) -> None:
+    def __init__(
+        self,
+        hooks: Hooks,
+        recorder: RankRecorder | None,
+        profiler_name: Callable[[Action], str] = name_for_profiler,
+    ) -> None:
         self._hooks = hooks
+        self._profiler_name = profiler_name
         self._recorder = recorder
 
     def wrap(
@@ -48,7 +61,7 @@ class Observer:
         after = self._hooks.find(action, "after")
         starts = ActionEvent(action, rank, "before", module)
         ends = ActionEvent(action, rank, "after", module)
-        name = f"{PROFILER_PREFIX}{action}"
+        name = self._profiler_name(action)
 
         def observed() -> None:
             for hook in before:

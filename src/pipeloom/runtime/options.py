@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir.action import Kind
+from pipeloom.ir.action import Action, Kind
 from pipeloom.runtime.executor import Handler
 from pipeloom.runtime.loss import LossFunction
 from pipeloom.runtime.messages import SHAPES, Shapes
 from pipeloom.runtime.microbatches import Merge
+from pipeloom.runtime.observer import name_for_profiler
 
 __all__ = ["Options"]
 
@@ -33,6 +34,7 @@ class Options:
     weight_backward: Mapping[int, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     backward_options: Mapping[str, Any] = field(default_factory=dict)
     handlers: Mapping[Kind | str, Handler] = field(default_factory=dict)
+    profiler_name: Callable[[Action], str] = name_for_profiler
 
     def __post_init__(self) -> None:
         problems = []

@@ -101,7 +101,7 @@ class _Check:
             self.error_step = step
         self.problems.append(f"Rank {rank}, step {step}: {problem}")
 
-    def add(self, rank: int, step: int, action: _Action) -> None:
+    def add(self, rank: int, step: int, action: object) -> None:
         if not isinstance(action, _Action):
             self._report(
                 rank, step, f"Got an invalid action: {action}, expected instance of _Action"
