@@ -44,6 +44,7 @@ class World:
     activation: dict[int, float] = field(default_factory=dict)
     retained: dict[int, float] = field(default_factory=dict)
     buffer: dict[int, float] = field(default_factory=dict)
+    whole: dict[int, float] = field(default_factory=dict)  # parameters that UNSHARD gathers
     #: (rank, position) → ticks that this very computation takes longer.
     delays: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -441,6 +442,9 @@ class _Run:
                     entry = self.gathers[self.w.rank_of[other] if group else rank][0]
                     entry["end"] = self.now + entry["ticks"]
                     other_rank = self.w.rank_of[other] if group else rank
+                    if entry["action"].kind.value == "UNSHARD":
+                        self.memory[rank]["whole", other] = self.w.whole.get(other, 0)
+                        self.note_peak(rank)
                     if self.held.get(other_rank, ("",))[0] == "meet":
                         del self.held[other_rank]
                 changed = True
@@ -456,6 +460,8 @@ class _Run:
                         if other == action and (rank, i) not in self.gathered
                     )
                     self.gathered[rank, index] = self.now
+                elif action.kind.value == "RESHARD":
+                    del self.memory[rank]["whole", action.stage]
                 if self.held.get(rank) == ("gather", action):
                     del self.held[rank]
                 changed = True

@@ -23,8 +23,10 @@ PerStage: TypeAlias = float | Sequence[float]
 #: Fields that are times or sizes: numbers from 0 up, shared out over the stages of a rank.
 SHARED_FIELDS = (
     *("forward", "input", "weight", "full", "unshard", "reshard", "reduce_grad"),
-    *("activation", *STATIC_CATEGORIES),
+    *("activation", *STATIC_CATEGORIES, "gathered"),
 )
+#: Fields that have a meaning where they are not given.
+OPTIONAL_FIELDS = ("full", "gathered")
 #: Fields with a number per stage that is not shared out.
 STAGE_FIELDS = ("retained", "boundary")
 
@@ -46,6 +48,9 @@ class _CommonCosts:
     weights: Any = 0.0
     gradients: Any = 0.0
     optimizer: Any = 0.0
+    #: The whole parameters of a sharded stage, between UNSHARD and RESHARD, beside its shard, which
+    #: is ``weights``; as large as that if not given.
+    gathered: Any = None
     #: Per rank, 1 if not given: 2 computes twice as fast. A mapping may name some ranks only.
     speeds: Sequence[float] | Mapping[int, float] | None = None
     #: Such as "ms"; empty for plain units.
@@ -82,7 +87,8 @@ class UniformCosts(_CommonCosts):
         problems = [
             f"{name} must be a number from 0 up, not {getattr(self, name)!r}"
             for name in (*SHARED_FIELDS, "boundary", "extra_first", "extra_last")
-            if not (name == "full" and self.full is None) and not _is_amount(getattr(self, name))
+            if not (name in OPTIONAL_FIELDS and getattr(self, name) is None)
+            and not _is_amount(getattr(self, name))
         ]
         _raise_for("UniformCosts", problems + _find_common_problems(self))
 
@@ -113,6 +119,9 @@ class UniformCosts(_CommonCosts):
             retained=[self.retained * a for a in activation],
             boundary=[self.boundary] * len(stages),
             static=[(self.weights * s, self.gradients * s, self.optimizer * s) for s in share],
+            gathered=[
+                (self.weights if self.gathered is None else self.gathered) * s for s in share
+            ],
             **_bind_common(self, schedule),
         )
 
@@ -143,7 +152,7 @@ class StageCosts(_CommonCosts):
         lengths: dict[str, int] = {}
         for name in (*SHARED_FIELDS, *STAGE_FIELDS):
             value = getattr(self, name)
-            if name == "full" and value is None:
+            if name in OPTIONAL_FIELDS and value is None:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
@@ -210,6 +219,7 @@ class StageCosts(_CommonCosts):
             retained=[a * r for a, r in zip(activation, numbers("retained"), strict=True)],
             boundary=numbers("boundary"),
             static=list(zip(*map(numbers, STATIC_CATEGORIES), strict=True)),
+            gathered=numbers("weights" if self.gathered is None else "gathered"),
             **_bind_common(self, schedule),
         )
 

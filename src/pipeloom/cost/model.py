@@ -23,6 +23,7 @@ from pipeloom.cost.network import Link, Network
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.products import (
     ACTIVATION,
+    GATHERED,
     RECEIVED_GRADIENT,
     RECEIVED_OUTPUT,
     RETAINED,
@@ -73,6 +74,8 @@ class ScheduleCosts:
     boundary: Sequence[float]
     #: Per stage, in the order of ``STATIC_CATEGORIES``.
     static: Sequence[tuple[float, float, float]]
+    #: What the parameters of a sharded stage take while they are gathered, beside its shard.
+    gathered: Sequence[float]
     network: Network
     overlap: Overlap
     #: Per rank: 2 computes twice as fast.
@@ -140,6 +143,8 @@ class ScheduleCosts:
             return self.activation[stage]
         if what == RETAINED:
             return self.retained[stage]
+        if what == GATHERED:
+            return self.gathered[stage]
         if what in (SENT_OUTPUT, RECEIVED_GRADIENT):
             return self.boundary[stage]
         if what in (RECEIVED_OUTPUT, SENT_GRADIENT):

@@ -14,8 +14,8 @@ one row in :data:`RULES` (besides its cost, its colour and its handler).
     RECV_F(t,m<s)      sent output (other rank)       received output       + buffer
     SEND_B(t,m>s)      input gradient                 sent gradient
     RECV_B(s,m<t)      sent gradient (other rank)     received gradient     + buffer
-    UNSHARD(s)                                        (stage gathered)
-    RESHARD(s)                                        (stage sharded)
+    UNSHARD(s)                                        (stage gathered)        + parameters
+    RESHARD(s)                                        (stage sharded)         − parameters
     REDUCE_GRAD(s)     weight gradient of every m     reduced gradient
 
 Facts are spelled as *products*, plain tuples (what, stage, microbatch, other stage). An action may
@@ -35,6 +35,7 @@ from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.products import (
     ACTIVATION,
+    GATHERED,
     INPUT_GRADIENT,
     OUTPUT,
     PENDING_WEIGHTS,
@@ -407,11 +408,16 @@ RULES: dict[Kind, Rule] = {
         Role.SHARDING,
         "gather",
         "gather the stage's data-parallel shards",
+        allocates=_own(GATHERED),
         has_microbatch=False,
         gathers=True,
     ),
     Kind.RESHARD: Rule(
-        Role.SHARDING, "gather", "release the gathered parameters", has_microbatch=False
+        Role.SHARDING,
+        "gather",
+        "release the gathered parameters",
+        frees=_own(GATHERED),
+        has_microbatch=False,
     ),
     Kind.REDUCE_GRAD: Rule(
         Role.REDUCE,

@@ -25,3 +25,5 @@ REDUCED_GRADIENT = "reduced gradient"
 #: Memory only: what F leaves for the backward, and what I leaves for W.
 ACTIVATION = "activation"
 RETAINED = "retained"
+#: Memory only: the whole parameters of a sharded stage.
+GATHERED = "gathered parameters"

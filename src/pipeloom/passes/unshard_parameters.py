@@ -36,7 +36,7 @@ def unshard_parameters(
 
     After each computation the stages that the rank needs next are gathered: the next
     ``lookahead`` different ones (3 unless said otherwise), the one in use included; or as many as
-    fit into ``memory``, by the weights that ``costs`` give for each stage; or both. What is not
+    fit into ``memory``, by what ``costs`` say each takes when gathered; or both. What is not
     among them is released first, so the bound holds at every moment.
 
     A sharded stage must reduce its gradients, so stages that do not yet get their REDUCE_GRAD as
@@ -100,9 +100,8 @@ def _make_bound(
         number = DEFAULT_LOOKAHEAD if lookahead is None else lookahead
         return _Bound(number, float("inf"), (0.0,) * schedule.num_stages, "")
     bound_costs = costs.bind(schedule)
-    sizes = tuple(weights for weights, _, _ in bound_costs.static)
     number_or_any = float("inf") if lookahead is None else lookahead
-    return _Bound(number_or_any, memory, sizes, bound_costs.memory_unit)
+    return _Bound(number_or_any, memory, bound_costs.gathered, bound_costs.memory_unit)
 
 
 class _Gathering:

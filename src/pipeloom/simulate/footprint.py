@@ -55,7 +55,8 @@ class Footprint:
     latency: float = 0.0
     #: Of computations, where nobody writes the sends.
     messages: tuple[UnwrittenMessage, ...] = ()
-    changes_memory: bool = False
+    #: Whether anything changes at the end.
+    lets_go: bool = False
     gathers: bool = False
 
 
@@ -163,4 +164,4 @@ class Footprints:
         made.begun = sized(tuple(p for p in allocated if p[0] != RETAINED))
         made.left_behind = sized(tuple(p for p in allocated if p[0] == RETAINED))
         made.ended = sized(table.frees(action))
-        made.changes_memory = bool(made.begun or made.left_behind or made.ended)
+        made.lets_go = bool(made.left_behind or made.ended)

@@ -11,17 +11,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from pipeloom.cost.model import ScheduleCosts
 from pipeloom.ir.action import Action
+from pipeloom.ir.dependencies import Role
+from pipeloom.ir.questions import role_of
 from pipeloom.ir.timeline import MemoryCurve, PeakMemory
 from pipeloom.simulate.footprint import Footprint
 from pipeloom.simulate.graph import NONE, EventGraph
 
 #: A sum must exceed the peak by more than rounding to be a new one.
 ROUNDING = 1e-12
+
+#: (time, order within that time, node, whether the node ends then).
+_Event: TypeAlias = tuple[float, int, int, bool]
+_by_time = itemgetter(0, 1, 2)
+#: At a time, what has lasted until then ends before anything begins.
+LASTED, AT_ONCE = 0, 1
 
 
 class RankMemory(NamedTuple):
@@ -40,7 +51,7 @@ def find_memory(
 
 
 class _Walk:
-    """Follows one rank's order.
+    """Follows what one rank begins to hold and lets go.
 
     The order has run, so nothing is freed that is not there: what an action changes is the same
     for every microbatch, and only sums have to be kept. Who is alive is worked out for the peak.
@@ -55,11 +66,14 @@ class _Walk:
         rank: int,
     ) -> None:
         self.graph, self.starts, self.ends, self.rank = graph, starts, ends, rank
+        sharded = costs.schedule.sharded_stages
+        self.is_sharded = any(s in sharded for s in costs.schedule.placement.stages_on(rank))
         static = costs.static_memory[rank]
         self.static = {name: size for name, size in static.items() if size}
         self.now: dict[str, float] = dict(self.static)
         self.total = sum(self.static.values())
         self.peak, self.peak_time, self.peak_node = self.total, 0.0, NONE
+        self.peak_event = NONE
         self.peak_categories = dict(self.static)
         self.times: list[float] = [0.0]
         self.totals: list[float] = [self.total]
@@ -69,38 +83,58 @@ class _Walk:
         }
 
     def run(self) -> RankMemory:
+        footprints = self.graph.footprints
+        for index, (now, _, node, is_end) in enumerate(self._events()):
+            footprint = footprints[node]
+            for own in (footprint,) if isinstance(footprint, Footprint) else footprint:
+                if is_end:
+                    self._change(now, own.ended, -1)
+                    self._change(now, own.left_behind, 1)
+                else:
+                    self._change(now, own.begun, 1)
+            if not is_end and self.total > self.peak + ROUNDING * self.peak:
+                self.peak, self.peak_time, self.peak_node = self.total, now, node
+                self.peak_event = index
+                self.peak_categories = dict(self.now)
+        return RankMemory(MemoryCurve(self.rank, *self._curve()), self._describe_peak())
+
+    def _events(self) -> Iterator[_Event]:
+        """What begins and ends, in order of time: gathering goes on beside the rest."""
+        graph = self.graph
+        nodes = graph.nodes_of(self.rank)
+        if not self.is_sharded:
+            return self._find_events(nodes)
+        lanes: tuple[list[int], list[int]] = ([], [])
+        for node in nodes:
+            lanes[role_of(graph.actions[node]) is Role.SHARDING].append(node)
+        return merge(*map(self._find_events, lanes), key=_by_time)
+
+    def _find_events(self, nodes: Iterable[int]) -> Iterator[_Event]:
         graph, starts, ends = self.graph, self.starts, self.ends
+        footprints, issued_after, send_of = graph.footprints, graph.issued_after, graph.send_of
         now = 0.0
-        for node in graph.nodes_of(self.rank):
-            begun, ended, left_behind = self._changes_of(node)
-            if begun:
-                # What a rank only posts takes memory from the moment the rank comes to it.
-                clock = graph.issued_after[node]
-                start = starts[node]
-                if node in graph.send_of:
+        for node in nodes:
+            footprint = footprints[node]
+            if isinstance(footprint, Footprint):
+                begins, lets_go = footprint.begun, footprint.lets_go
+            else:
+                begins = sum((own.begun for own in footprint), ())
+                lets_go = any(own.lets_go for own in footprint)
+            start = starts[node]
+            if begins:
+                if node in send_of:
+                    # What a rank only posts takes memory from when the rank comes to it.
+                    clock = issued_after[node]
                     start = 0.0 if clock == NONE else ends[clock]
                 if start > now:
                     now = start
-                self._change(now, begun, 1)
-                if self.total > self.peak + ROUNDING * self.peak:
-                    self.peak, self.peak_time, self.peak_node = self.total, now, node
-                    self.peak_categories = dict(self.now)
-            if ended or left_behind:
-                if ends[node] > now:
-                    now = ends[node]
-                self._change(now, ended, -1)
-                self._change(now, left_behind, 1)
-        return RankMemory(MemoryCurve(self.rank, *self._curve()), self._describe_peak())
-
-    def _changes_of(self, node: int) -> tuple[_Changes, _Changes, _Changes]:
-        footprint = self.graph.footprints[node]
-        if isinstance(footprint, Footprint):
-            return footprint.begun, footprint.ended, footprint.left_behind
-        return (
-            tuple(change for part in footprint for change in part.begun),
-            tuple(change for part in footprint for change in part.ended),
-            tuple(change for part in footprint for change in part.left_behind),
-        )
+                yield now, AT_ONCE, node, False
+            if lets_go:
+                end = ends[node]
+                order = LASTED if end > start and end > now else AT_ONCE
+                if end > now:
+                    now = end
+                yield now, order, node, True
 
     def _change(self, time: float, changes: _Changes, sign: int) -> None:
         if not changes:
@@ -147,23 +181,17 @@ class _Walk:
         )
 
     def _find_alive(self) -> list[tuple[str, float]]:
-        """Who is alive at the peak: the order once more, up to there."""
+        """Who is alive at the peak: the events once more, up to there."""
         if self.peak_node == NONE:
             return []
         alive: dict[int, tuple[str, Action, float]] = {}
-        first = self.graph.first_nodes[self.rank]
-        for node in range(first, self.peak_node + 1):
+        for _, _, node, is_end in islice(self._events(), self.peak_event + 1):
             for part, footprint in self._parts_of(node):
                 microbatch = part[2] or 0
-                for place, category, size in footprint.begun:
-                    alive[place + microbatch] = (category, part, size)
-            if node == self.peak_node:
-                break
-            for part, footprint in self._parts_of(node):
-                microbatch = part[2] or 0
-                for place, _, _ in footprint.ended:
-                    alive.pop(place + microbatch, None)
-                for place, category, size in footprint.left_behind:
+                if is_end:
+                    for place, _, _ in footprint.ended:
+                        alive.pop(place + microbatch, None)
+                for place, category, size in footprint.left_behind if is_end else footprint.begun:
                     alive[place + microbatch] = (category, part, size)
         return [(f"{category} {part}", size) for category, part, size in alive.values()]
 

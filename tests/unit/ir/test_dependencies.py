@@ -164,6 +164,12 @@ def test_what_stays_between_the_halves_of_a_backward() -> None:
     ]
 
 
+def test_parameters_are_held_between_gathering_and_release() -> None:
+    table = make_table()
+    assert words(table.allocates(parse_action("1UNSHARD"))) == ["gathered parameters 1"]
+    assert words(table.frees(parse_action("1RESHARD"))) == ["gathered parameters 1"]
+
+
 @pytest.mark.parametrize(
     ("send", "receive", "ranks"),
     [

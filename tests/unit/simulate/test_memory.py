@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import CostFileError, StageCosts, UniformCosts, build_schedule, lower, simulate
+from pipeloom import (
+    CostFileError,
+    StageCosts,
+    UniformCosts,
+    build_schedule,
+    lower,
+    simulate,
+    verify,
+)
 from pipeloom.ir.notation import parse_grid
 from pipeloom.ir.occupancy import walk_occupancy
 
@@ -34,6 +42,43 @@ def test_a_curve_by_hand() -> None:
 def test_what_stays_does_not_count_twice() -> None:
     timeline = simulate(parse_grid("0F0 0I0 0W0"), UniformCosts(1, 1, 1, retained=1))
     assert timeline.peak_memory == (1,)
+
+
+SHARDED = "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD"
+FULL_GATHER = "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0RESHARD 1RESHARD 0REDUCE_GRAD 1REDUCE_GRAD"
+
+
+def test_parameters_are_whole_between_gathering_and_release() -> None:
+    costs = StageCosts(1, 1, 1, activation=0, weights=1, gathered=[8, 10], unshard=2, reshard=1)
+    timeline = simulate(parse_grid(SHARDED), costs)
+    (curve,) = timeline.memory
+    # 0UNSHARD 0-2, 0F0 2-3, 0RESHARD 3-4, 1UNSHARD 4-6, 1F0 6-7, 1B0 7-9, 1RESHARD 9-10, …
+    assert dict(zip(curve.times, curve.categories["gathered parameters"], strict=True)) == {
+        **{0: 8, 4: 10, 10: 8, 15: 0}
+    }
+    (peak,) = timeline.figures.peaks
+    assert (peak.total, peak.time, str(peak.action)) == (12, 4, "1UNSHARD")
+    assert peak.alive == (("gathered parameters 1UNSHARD", 10), ("weights of rank 0", 2))
+
+
+def test_what_is_gathered_beside_a_computation_counts_from_when_it_is() -> None:
+    # 0F0 needs stage 0 only; stage 1 is gathered behind it, once the first gathering is over.
+    costs = StageCosts(5, 1, 1, activation=[1, 0], weights=0, gathered=[2, 4], unshard=3)
+    timeline = simulate(parse_grid(FULL_GATHER), costs)
+    (curve,) = timeline.memory
+    assert dict(zip(curve.times, curve.totals, strict=True)) == {0: 2, 3: 2 + 4 + 1, 17: 0}
+
+
+def test_gathered_parameters_are_as_large_as_weights_unless_said() -> None:
+    program = parse_grid(FULL_GATHER)
+    for costs in (UniformCosts(1, 1, 1, weights=8), StageCosts(1, 1, 1, weights=4)):
+        (peak,) = simulate(program, costs).figures.peaks
+        assert peak.categories["weights"] == peak.categories["gathered parameters"] == 8
+    whole = UniformCosts(1, 1, 1, weights=1, gathered=8, activation=0)
+    report = verify(program, costs=whole, memory=8)
+    assert report.codes == ("MEMORY_LIMIT",)
+    assert "gathered parameters of stage 0 (4)" in str(report)
+    assert verify(program, costs=whole, memory=9).ok
 
 
 def test_static_parts_and_buffers() -> None:
