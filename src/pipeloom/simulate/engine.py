@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from pipeloom.cost.constant import UniformCosts, expand_speeds
 from pipeloom.cost.model import CostModel, ScheduleCosts
@@ -166,31 +167,31 @@ def _collect_spans(
     graph: EventGraph, starts: list[float], ends: list[float]
 ) -> tuple[list[Span], list[int]]:
     """(the spans by start and rank, the node of each)"""
-    spans: list[Span] = []
-    make, append = tuple.__new__, spans.append
-    issued_after, send_of = graph.issued_after, graph.send_of
-    actions, footprints = graph.actions, graph.footprints
-    for rank in range(graph.schedule.num_ranks):
-        for node in graph.nodes_of(rank):
-            footprint = footprints[node]
-            lane = FUSED_LANE if isinstance(footprint, tuple) else footprint.lane
-            start, end = starts[node], ends[node]
-            if node in send_of:
-                # On its way since the send began, waited for since the rank came to it.
-                clock = issued_after[node]
-                posted = 0.0 if clock == NONE else ends[clock]
-                start = min(end, max(posted, starts[send_of[node]]))
-            # As Span(...), without the cost of a call for each of a million spans.
-            append(make(Span, (rank, lane, start, end, actions[node])))
-    nodes = [*range(graph.num_actions), *graph.unwritten_sends]
-    placement = graph.schedule.placement
-    for node, send in graph.unwritten_sends.items():
-        assert send.stage is not None
-        rank = placement.rank_of(send.stage)
-        append(Span(rank, RULES[send.kind].lane, starts[node], ends[node], send))
-    if graph.unwritten_sends:
-        by_start = sorted(range(len(spans)), key=lambda index: (spans[index][2], spans[index][0]))
-    else:
+    num_actions, num_ranks = graph.num_actions, graph.schedule.num_ranks
+    shown = starts[:num_actions]
+    issued_after = graph.issued_after
+    for node, send in graph.send_of.items():
+        # On its way since the send began, waited for since the rank came to it.
+        clock = issued_after[node]
+        posted = 0.0 if clock == NONE else ends[clock]
+        shown[node] = min(ends[node], max(posted, starts[send]))
+    lanes = [
+        FUSED_LANE if isinstance(footprint, tuple) else footprint.lane
+        for footprint in graph.footprints
+    ]
+    ranks = [rank for rank in range(num_ranks) for _ in graph.nodes_of(rank)]
+    # As Span(...), without the cost of a call for each of a million spans.
+    columns = zip(ranks, lanes, shown, ends, graph.actions, strict=False)
+    spans: list[Span] = list(map(tuple.__new__, repeat(Span), columns))
+    if not graph.unwritten_sends:
         # Rank by rank already, and sorting keeps what is equal in order.
-        by_start = sorted(range(len(spans)), key=[span[2] for span in spans].__getitem__)
+        nodes = sorted(range(num_actions), key=shown.__getitem__)
+        return [spans[node] for node in nodes], nodes
+    placement = graph.schedule.placement
+    for node, action in graph.unwritten_sends.items():
+        assert action.stage is not None
+        rank = placement.rank_of(action.stage)
+        spans.append(Span(rank, RULES[action.kind].lane, starts[node], ends[node], action))
+    nodes = [*range(num_actions), *graph.unwritten_sends]
+    by_start = sorted(range(len(spans)), key=lambda index: (spans[index][2], spans[index][0]))
     return [spans[index] for index in by_start], [nodes[index] for index in by_start]
