@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.runtime.backward import choose_method
+from tests.runtime.backward.harness import (
+    accumulate,
+    assert_same_inputs,
+    assert_same_parameters,
+    run_split,
+)
 
 torch.set_num_threads(1)
 
@@ -128,3 +134,58 @@ def test_gradients_keep_the_layout_of_their_parameters() -> None:
     backward.input(saved, [torch.ones_like(y)])
     backward.weight(saved)
     assert module.weight.grad.stride() == module.weight.stride()
+
+
+class FullBias(nn.Module):
+    """A bias of the result's own shape, twice: its gradient is the result's, with nothing to sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, torch.addmm(self.bias, x, self.weight), self.weight)
+
+
+def test_a_gradient_that_needs_no_sum_is_not_shared_with_grad() -> None:
+    torch.manual_seed(0)
+    module = FullBias()
+    batches = [[torch.randn(6, 8, dtype=torch.float64, requires_grad=True)] for _ in range(3)]
+    truth = accumulate(module, batches)
+    sent = [[grad.clone() for grad in grads] for grads in truth.output_grads]
+    backward = choose_method(module)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert set(backward.choice.deferred) == {"bias", "weight"}
+    for before, after in zip(sent, truth.output_grads, strict=True):
+        assert torch.equal(before[0], after[0]), "the gradient that I was given has changed"
+
+
+class ComplexScales(nn.Module):
+    """Products with complex factors, whose gradients have them conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(8, dtype=torch.complex128))
+        self.right = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.left = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+        self.batched = nn.Parameter(torch.randn(1, 8, 8, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x, self.right, beta=1 + 2j, alpha=0.5 - 1j)
+        y = torch.addmm(y, self.left, y, alpha=2j)
+        return torch.baddbmm(y[None], y[None], self.batched.mT, beta=1j, alpha=1 - 3j)
+
+
+def test_complex_scales() -> None:
+    torch.manual_seed(0)
+    module = ComplexScales()
+    batches = [[torch.randn(6, 8, dtype=torch.complex128, requires_grad=True)] for _ in range(3)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert set(backward.choice.deferred) == {"bias", "right", "left", "batched"}

@@ -35,7 +35,8 @@ class Recipe:
     transposed)`` is the gradient, or its transpose, for an operand that was a transposed view of
     the weight; ``add_to(total, grad, taken, transposed)`` adds it to ``total`` in place.
     ``saved`` names the attribute whose hooks tell whether the activation is there or must be
-    recomputed. An operand that ``rides_along`` is worth deferring only where its product is, since
+    recomputed, ``own`` the one where the node keeps the operand itself, if its partner needs a
+    gradient. An operand that ``rides_along`` is worth deferring only where its product is, since
     both need the same gradient; it must be a parameter itself.
     """
 
@@ -45,16 +46,17 @@ class Recipe:
     compute: Callable[[Tensor, Operands, bool], Tensor]
     add_to: Callable[[Tensor, Tensor, Operands, bool], None] | None = None
     rides_along: bool = False
+    own: str | None = None
 
 
 # ── two-dimensional products ────────────────────────────────────────────────────────────────────
 
 
-def _right_of_product(left: str, scale: str | None) -> Recipe:
+def _right_of_product(left: str, own: str, scale: str | None) -> Recipe:
     """Gradient of ``R`` in ``scale · L·R``: ``Lᴴ·dY``."""
 
     def take(node: Any) -> Operands:
-        return getattr(node, left), getattr(node, scale) if scale else 1
+        return getattr(node, left), _factor(node, scale)
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         if transposed:
@@ -67,14 +69,14 @@ def _right_of_product(left: str, scale: str | None) -> Recipe:
         else:
             total.addmm_(taken[0].mH, grad, alpha=taken[1])
 
-    return Recipe(1 if scale else 0, "_raw" + left, take, compute, add_to)
+    return Recipe(1 if scale else 0, "_raw" + left, take, compute, add_to, own=own)
 
 
-def _left_of_product(right: str, scale: str | None) -> Recipe:
+def _left_of_product(right: str, own: str, scale: str | None) -> Recipe:
     """Gradient of ``L`` in ``scale · L·R``: ``dY·Rᴴ``."""
 
     def take(node: Any) -> Operands:
-        return getattr(node, right), getattr(node, scale) if scale else 1
+        return getattr(node, right), _factor(node, scale)
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         if transposed:
@@ -87,14 +89,14 @@ def _left_of_product(right: str, scale: str | None) -> Recipe:
         else:
             total.addmm_(grad, taken[0].mH, alpha=taken[1])
 
-    return Recipe(2 if scale else 1, "_raw" + right, take, compute, add_to)
+    return Recipe(2 if scale else 1, "_raw" + right, take, compute, add_to, own=own)
 
 
 # ── batched products ────────────────────────────────────────────────────────────────────────────
 
 
-def _right_of_batched(left: str, scale: str | None) -> Recipe:
-    plain = _right_of_product(left, scale)
+def _right_of_batched(left: str, own: str, scale: str | None) -> Recipe:
+    plain = _right_of_product(left, own, scale)
 
     def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
         if transposed:
@@ -102,11 +104,11 @@ def _right_of_batched(left: str, scale: str | None) -> Recipe:
         else:
             total.baddbmm_(taken[0].mH, grad, alpha=taken[1])
 
-    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to)
+    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to, own=own)
 
 
-def _left_of_batched(right: str, scale: str | None) -> Recipe:
-    plain = _left_of_product(right, scale)
+def _left_of_batched(right: str, own: str, scale: str | None) -> Recipe:
+    plain = _left_of_product(right, own, scale)
 
     def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
         if transposed:
@@ -114,12 +116,17 @@ def _left_of_batched(right: str, scale: str | None) -> Recipe:
         else:
             total.baddbmm_(grad, taken[0].mH, alpha=taken[1])
 
-    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to)
+    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to, own=own)
 
 
 def signed(number: int) -> int:
     """A saved integer as it was: torch reads negative ones back as unsigned 64-bit numbers."""
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _factor(node: Any, scale: str | None) -> Any:
+    """What the gradient of a scaled product is multiplied by: the scale, conjugated."""
+    return getattr(node, scale).conjugate() if scale else 1
 
 
 def _turned(gradient: Tensor, transposed: bool) -> Tensor:
@@ -137,11 +144,13 @@ def _added_row() -> Recipe:
     """Gradient of the bias in ``b + L·R``: the rows of ``dY``, summed."""
 
     def take(node: Any) -> Operands:
-        return node.next_functions[0][0].variable.shape, node._saved_beta
+        return node.next_functions[0][0].variable.shape, _factor(node, "_saved_beta")
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         shape, scale = taken
-        return _scaled(grad.sum_to_size(shape), scale)
+        summed = grad.sum_to_size(shape)
+        # A bias of the result's own shape has nothing to sum; ``.grad`` must still be its own.
+        return _scaled(summed.clone() if summed.shape == grad.shape else summed, scale)
 
     return Recipe(None, None, take, compute, rides_along=True)
 
@@ -212,21 +221,21 @@ def _grouped_right() -> Recipe:
 
 RECIPES: Mapping[str, Mapping[int, Recipe]] = {
     "MmBackward0": {
-        0: _left_of_product("_saved_mat2", None),
-        1: _right_of_product("_saved_self", None),
+        0: _left_of_product("_saved_mat2", "_saved_self", None),
+        1: _right_of_product("_saved_self", "_saved_mat2", None),
     },
     "AddmmBackward0": {
         0: _added_row(),
-        1: _left_of_product("_saved_mat2", "_saved_alpha"),
-        2: _right_of_product("_saved_mat1", "_saved_alpha"),
+        1: _left_of_product("_saved_mat2", "_saved_mat1", "_saved_alpha"),
+        2: _right_of_product("_saved_mat1", "_saved_mat2", "_saved_alpha"),
     },
     "BmmBackward0": {
-        0: _left_of_batched("_saved_mat2", None),
-        1: _right_of_batched("_saved_self", None),
+        0: _left_of_batched("_saved_mat2", "_saved_self", None),
+        1: _right_of_batched("_saved_self", "_saved_mat2", None),
     },
     "BaddbmmBackward0": {
-        1: _left_of_batched("_saved_batch2", "_saved_alpha"),
-        2: _right_of_batched("_saved_batch1", "_saved_alpha"),
+        1: _left_of_batched("_saved_batch2", "_saved_batch1", "_saved_alpha"),
+        2: _right_of_batched("_saved_batch1", "_saved_batch2", "_saved_alpha"),
     },
     "ConvolutionBackward0": {1: _convolution_weight(), 2: _convolution_bias()},
     "EmbeddingBackward0": {0: _embedding_weight()},
