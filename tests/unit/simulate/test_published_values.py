@@ -229,8 +229,7 @@ def test_published_bubbles(row: Any) -> None:
     assert round(bubble_rate(build("interleaved_1f1b", p, m, chunks), costs), 4) == interleaved
 
 
-# The two largest take a dozen seconds, and say nothing that the others do not.
-@pytest.mark.parametrize("row", PUBLISHED[:10], ids=row_id)
+@pytest.mark.parametrize("row", PUBLISHED, ids=row_id)
 def test_published_bubbles_of_schedules_made_for_costs(row: Any) -> None:
     (p, m, F, I, W, c), _, retained, (_, one_p, _, two_p, _) = row
     costs = UniformCosts(F, I, W, latency=c, retained=retained)
