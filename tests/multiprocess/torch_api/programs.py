@@ -81,7 +81,11 @@ def build(
         for index in stages_of(name, rank, ranks, chunks)
     ]
     given = stages[0] if name in SINGLE else stages
-    return get_schedule_class(name)(given, microbatches, loss_fn=loss_fn, **options), stages, modules
+    return (
+        get_schedule_class(name)(given, microbatches, loss_fn=loss_fn, **options),
+        stages,
+        modules,
+    )
 
 
 def gradients(stages: list[Any]) -> dict[str, Tensor | None]:
@@ -112,7 +116,9 @@ def run_plainly(
     return losses, torch.cat(outputs)
 
 
-def differences(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-12) -> list[str]:
+def differences(
+    mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-12
+) -> list[str]:
     """Names under which two results are not close."""
     problems = [f"{name} is missing" for name in mine.keys() ^ theirs.keys()]
     for name in mine.keys() & theirs.keys():
