@@ -20,6 +20,7 @@ from typing import Any
 
 from pipeloom.errors import ParseError
 from pipeloom.ir.action import Action
+from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.notation import parse_action
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import schedule_from_json, schedule_to_json, write_text
@@ -54,7 +55,8 @@ def load_timeline(path: str | Path) -> Timeline:
         raise ParseError(f"{path} is not a text file: {error}") from error
     except OSError as error:
         raise ParseError(f"{path} cannot be read: {error.strerror}") from error
-    return timeline_from_json(text, source=str(path))
+    with paused_garbage_collection():
+        return timeline_from_json(text, source=str(path))
 
 
 def timeline_to_data(timeline: Timeline) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.timeline import Timeline
@@ -31,6 +31,10 @@ MOST_CAUSES = 50
 _TYPECODES = {"f64": "d", "f32": "f", "u8": "B", "u16": "H", "i32": "i", "u32": "I"}
 _KINDS = list(STYLE_OF_KIND)
 _NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+#: (rank, action) → its last span.
+_Places: TypeAlias = dict[tuple[int | None, Action | None], int]
 
 
 class Block:
@@ -84,7 +88,8 @@ def _encode_picture(
     factor, relative = _find_factor(picture, pictures[0])
     fused: list[dict[str, Any]] = []
     columns = _encode_spans(picture, fused, block)
-    columns |= _encode_idle(picture, causes, block)
+    place: _Places = {(s.rank, s.action): i for i, s in enumerate(timeline.spans)}
+    columns |= _encode_idle(picture, place, causes, block)
     columns |= _encode_memory(timeline, block)
     baseline, matches = _match_baseline(picture, pictures)
     if baseline is not None:
@@ -124,7 +129,7 @@ def _encode_picture(
             }
             for peak in figures.peaks
         ],
-        **_encode_causes(picture),
+        **_encode_causes(picture, place),
         "categories": list(timeline.memory[0].categories) if timeline.memory else [],
         "products": products,
         "baseline": baseline,
@@ -160,41 +165,36 @@ def _encode_extra(action: Action, fused: list[dict[str, Any]]) -> int:
     return -1 if action[4] is None else action[4]
 
 
-def _encode_causes(picture: Picture) -> dict[str, Any]:
+def _encode_causes(picture: Picture, place: _Places) -> dict[str, Any]:
     """The ranked tables of idle time: by cause, and by what is waited for."""
-    place = {
-        f"{span.action} of rank {span.rank}": index
-        for index, span in enumerate(picture.timeline.spans)
-    }
     ranked = picture.rank_causes()
+    awaited = {
+        f"{idle.waits_for} of rank {idle.waits_for_rank}": (idle.waits_for_rank, idle.waits_for)
+        for idle in picture.idle
+    }
     return {
         "causeTotals": [[total.cause, total.time, total.share] for total in picture.total_causes()],
         "rankedCauses": [
-            [*cause, place.get(cause.waits_for, -1)] for cause in ranked[:MOST_CAUSES]
+            [*cause, place.get(awaited.get(cause.waits_for), -1)] for cause in ranked[:MOST_CAUSES]
         ],
         "numCauses": len(ranked),
     }
 
 
-def _encode_idle(picture: Picture, causes: list[str], block: Block) -> dict[str, Any]:
-    place = {(span.rank, span.action): i for i, span in enumerate(picture.timeline.spans)}
+def _encode_idle(
+    picture: Picture, place: _Places, causes: list[str], block: Block
+) -> dict[str, Any]:
     number = {cause: index for index, cause in enumerate(causes)}
     idle = sorted(picture.idle, key=lambda span: (span.rank, span.start))
-    awaited = (
-        -1
-        if span.waits_for is None or span.waits_for_rank is None
-        else place.get((span.waits_for_rank, span.waits_for), -1)
-        for span in idle
-    )
     return {
         "idleRank": block.add("u32", (span.rank for span in idle)),
         "idleStart": block.add("f64", (span.start for span in idle)),
         "idleEnd": block.add("f64", (span.end for span in idle)),
         "idleCause": block.add("u8", (number[span.cause] for span in idle)),
-        "idleWaitsFor": block.add("i32", awaited),
-        "idleBefore": block.add(
-            "i32", (-1 if s.before is None else place.get((s.rank, s.before), -1) for s in idle)
+        "idleWaitsFor": block.add(
+            "i32", (place.get((span.waits_for_rank, span.waits_for), -1) for span in idle)
         ),
+        "idleBefore": block.add("i32", (place.get((span.rank, span.before), -1) for span in idle)),
     }
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ScheduleError
+from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.timeline import Timeline
 from pipeloom.view.columns import encode_pictures
 from pipeloom.view.picture import Picture, make_pictures
@@ -46,10 +47,11 @@ def make_report(
         timelines = [timelines]
     if theme not in ("auto", "light", "dark"):
         raise ScheduleError(f"no theme is called {theme!r}; known are auto, light, dark")
-    pictures = make_pictures(timelines)
-    if not pictures:
-        raise ScheduleError("there is no timeline to report on")
-    header, block = encode_pictures(pictures)
+    with paused_garbage_collection():
+        pictures = make_pictures(timelines)
+        if not pictures:
+            raise ScheduleError("there is no timeline to report on")
+        header, block = encode_pictures(pictures)
     title = title or " · ".join(picture.title for picture in pictures)
     header["title"] = title
     header["theme"] = theme

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 from pipeloom.ir.action import Action
 from pipeloom.ir.dependencies import RULES, Role
+from pipeloom.ir.product_numbers import ProductNumbers
 from pipeloom.ir.products import RETAINED, Product
 from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.timeline import Timeline
+
+_NOBODY = -1
 
 
 class Links(NamedTuple):
@@ -39,20 +42,23 @@ class Links(NamedTuple):
 
 def find_links(timeline: Timeline) -> Links:
     """The spans that every span waits for, as the dependency table says."""
-    table = timeline.schedule.dependencies
     spans = timeline.spans
-    producer: dict[Product, int] = {}
-    for index, span in enumerate(spans):
-        for product in table.produces(span[4]):
-            producer.setdefault(product, index)
+    numbers = ProductNumbers(timeline.schedule.dependencies)
+    patterns = [numbers.pattern_of(span[4]) for span in spans]
+    producer = [_NOBODY] * numbers.count
+    for index in reversed(range(len(spans))):
+        microbatch = spans[index][4][2] or 0
+        for base in patterns[index].produces:
+            producer[base + microbatch] = index  # the first of several is written last
     gathered = _find_gathers(timeline)
     offsets, sources = array("I", [0]), array("I")
     for index, span in enumerate(spans):
+        microbatch = span[4][2] or 0
         found: list[int] = []
-        for product in table.needs(span[4]):
-            source = producer.get(product)
+        for base in patterns[index].needs:
+            source = producer[base + microbatch]
             # Parts of a fused action may need each other.
-            if source is not None and source != index and source not in found:
+            if source not in (_NOBODY, index) and source not in found:
                 found.append(source)
         if gathered:
             found += _gathers_before(gathered, span.rank, span.start, span.action, index, found)
