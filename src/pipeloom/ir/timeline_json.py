@@ -13,23 +13,21 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ParseError
 from pipeloom.ir.action import Action
+from pipeloom.ir.figures_json import NUMBERS, is_number, read_figures
 from pipeloom.ir.garbage import paused_garbage_collection
 from pipeloom.ir.notation import parse_action
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import schedule_from_json, schedule_to_json, write_text
 from pipeloom.ir.timeline import (
     LANES,
     Figures,
-    IdleSpan,
     MemoryCurve,
-    PeakMemory,
     Span,
     Timeline,
 )
@@ -98,7 +96,7 @@ def figures_to_data(timeline: Timeline) -> dict[str, Any]:
     figures = timeline.figures
     assert figures is not None
     return {
-        **{name: getattr(figures, name) for name in _NUMBERS},
+        **{name: getattr(figures, name) for name in NUMBERS},
         "peak_memory": list(timeline.peak_memory),
         "lower_bound": figures.lower_bound,
         "distance_to_bound": figures.distance_to_bound,
@@ -126,9 +124,6 @@ def figures_to_data(timeline: Timeline) -> dict[str, Any]:
             {**span._asdict(), "action": str(span.action)} for span in figures.critical_path
         ],
     }
-
-
-_NUMBERS = ("makespan", "span", "bubble", "bubble_makespan", "idle_fraction")
 
 
 def _text_of(action: Action | None) -> str | None:
@@ -163,7 +158,7 @@ def timeline_from_json(text: str, *, source: str = "the JSON") -> Timeline:
         if not isinstance(value, str)
     ]
     limit = data.get("memory_limit")
-    if limit is not None and not _is_number(limit):
+    if limit is not None and not is_number(limit):
         reader.problems.append(f'"memory_limit" must be a number, not {limit!r}')
     offsets = reader.numbers(data, "rank_offsets", "")
     metadata = data.get("metadata", {})
@@ -191,6 +186,7 @@ class _Reader:
     """Takes the parts out of the object and collects what is wrong with them."""
 
     def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         self.num_ranks = schedule.num_ranks
         self.problems: list[str] = []
         # Parsed already, with the schedule.
@@ -206,7 +202,7 @@ class _Reader:
     def numbers(self, data: dict[str, Any], key: str, where: str) -> tuple[float, ...]:
         values = self.items(data, key)
         for index, value in enumerate(values):
-            if not _is_number(value):
+            if not is_number(value):
                 self.problems.append(f'"{where}{key}"[{index}] must be a number, not {value!r}')
                 return ()
         return tuple(values)
@@ -216,8 +212,22 @@ class _Reader:
             raise ParseError(f"{text!r} is not an action")
         found = self.known.get(text)
         if found is None:
-            found = self.known[text] = parse_action(text)
+            found = parse_action(text)
+            self._check_shape(found)
+            self.known[text] = found
         return found
+
+    def _check_shape(self, action: Action) -> None:
+        """What is in no row of the schedule (a send that nobody wrote) still has its shape."""
+        schedule = self.schedule
+        for part in simple_actions(action):
+            for what, number, count in (
+                ("stage", part.stage, schedule.num_stages),
+                ("stage", part.peer, schedule.num_stages),
+                ("microbatch", part.microbatch, schedule.num_microbatches),
+            ):
+                if number is not None and number >= count:
+                    raise ParseError(f"{action}: there is no {what} {number}")
 
     def optional_action(self, text: object) -> Action | None:
         return None if text is None else self.action(text)
@@ -251,7 +261,7 @@ class _Reader:
             return f"rank {rank!r} is none of 0..{self.num_ranks - 1}"
         if lane not in LANES:
             return f"lane {lane!r} is none of {', '.join(LANES)}"
-        if not _is_number(start) or not _is_number(end):
+        if not is_number(start) or not is_number(end):
             return f"start and end must be numbers, not {start!r} and {end!r}"
         if end < start:
             return f"it ends at {end} before it starts at {start}"
@@ -269,57 +279,22 @@ class _Reader:
         }
         if {len(times)} != {len(totals), *map(len, categories.values())}:
             self.problems.append(f'"{where}" needs an amount for every time')
-        return MemoryCurve(data.get("rank", 0), times, totals, categories)
+        rank = data.get("rank", 0)
+        if type(rank) is not int or not 0 <= rank < self.num_ranks:
+            self.problems.append(f'"{where}.rank" is none of 0..{self.num_ranks - 1}: {rank!r}')
+        return MemoryCurve(rank, times, totals, categories)
 
     def figures(self, data: Any, spans: dict[str, Any], num_spans: int) -> Figures | None:
         slack = self.numbers(spans, "slack", "spans.")
         if len(slack) != num_spans:
             self.problems.append('"spans.slack" needs a number for every span')
         try:
-            return self._make_figures(data, slack)
-        except (KeyError, TypeError, AttributeError, ParseError) as error:
-            self.problems.append(f'"figures" is incomplete or wrong: {error!r}')
+            return read_figures(
+                data, slack=slack, num_ranks=self.num_ranks, read_action=self.action
+            )
+        except ParseError as error:
+            self.problems.append(f'"figures" is incomplete or wrong: {error}')
             return None
-
-    def _make_figures(self, data: dict[str, Any], slack: tuple[float, ...]) -> Figures:
-        def each(key: str, make: Callable[[dict[str, Any]], Any]) -> tuple[Any, ...]:
-            return tuple(make(part) for part in data[key])
-
-        return Figures(
-            **{name: float(data[name]) for name in _NUMBERS},
-            work=tuple(data["work"]),
-            bubble_of_rank=tuple(data["bubble_of_rank"]),
-            idle_causes=each(
-                "idle_causes",
-                lambda part: IdleSpan(
-                    **{
-                        **part,
-                        "waits_for": self.optional_action(part["waits_for"]),
-                        "before": self.optional_action(part["before"]),
-                    }
-                ),
-            ),
-            peaks=each(
-                "peaks",
-                lambda part: PeakMemory(
-                    **{
-                        **part,
-                        "action": self.optional_action(part["action"]),
-                        "alive": tuple((name, size) for name, size in part["alive"]),
-                    }
-                ),
-            ),
-            critical_path=each(
-                "critical_path",
-                lambda part: Span(**{**part, "action": self.action(part["action"])}),
-            ),
-            slack=slack,
-            bounds=data["bounds"],
-        )
 
 
 _MOST_REPORTED = 20
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

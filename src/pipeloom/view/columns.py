@@ -175,7 +175,8 @@ def _encode_causes(picture: Picture, place: _Places) -> dict[str, Any]:
     return {
         "causeTotals": [[total.cause, total.time, total.share] for total in picture.total_causes()],
         "rankedCauses": [
-            [*cause, place.get(awaited.get(cause.waits_for), -1)] for cause in ranked[:MOST_CAUSES]
+            [*cause, place.get(awaited.get(cause.waits_for, (None, None)), -1)]
+            for cause in ranked[:MOST_CAUSES]
         ],
         "numCauses": len(ranked),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,44 @@ def test_bad_parts_are_reported(timeline: Timeline, path: str, value: object, me
     data = json.loads(json.dumps(timeline_to_data(timeline)))
     damage(data, path, value)
     with pytest.raises(ParseError, match=message):
+        timeline_from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        ("makespan", "x", "makespan: 'x' is not a number"),
+        ("bubble", float("nan"), "bubble: nan is not a number"),
+        ("bubble_of_rank", [0.5], "bubble_of_rank: it has 1 entries, but there are 2 ranks"),
+        ("work.1", None, "work[1]: None is not a number"),
+        ("bounds", [], "bounds: [] is not an object"),
+        ("idle_causes", {}, "idle_causes: {} is not a list"),
+        ("idle_causes.1", 3, "idle_causes[1]: 3 is not an object"),
+        ("idle_causes.0.rank", -1, "idle_causes[0].rank: -1 is none of the ranks 0..1"),
+        ("idle_causes.0.start", 1e300, "idle_causes[0]: it ends at "),
+        ("idle_causes.0.cause", [], "idle_causes[0].cause: [] is not a text"),
+        ("idle_causes.0.before", "99F0", "idle_causes[0].before: 99F0: there is no stage 99"),
+        ("peaks.0.categories", None, "peaks[0].categories: None is not an object"),
+        ("peaks.0.categories.activation", "1", "peaks[0].categories[activation]: '1' is not a"),
+        ("peaks.1.alive.0", ["x"], "peaks[1].alive[0]: ['x'] is not a name and a size"),
+        ("critical_path.0.lane", "x", "critical_path[0].lane: 'x' is none of the lanes compute"),
+        ("critical_path.0.action", "0F", "critical_path[0].action: "),
+    ],
+)
+def test_bad_figures_are_told_with_their_place(
+    timeline: Timeline, path: str, value: object, place: str
+) -> None:
+    data = timeline_to_data(timeline)
+    damage(data["figures"], path, value)
+    with pytest.raises(ParseError, match=f'"figures" is incomplete or wrong: {re.escape(place)}'):
+        timeline_from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("action", ["99F0", "0F99", "0SEND_F0>99", "(0F0;99B0)OVERLAP_F_B"])
+def test_actions_of_another_shape(timeline: Timeline, action: str) -> None:
+    data = timeline_to_data(timeline)
+    damage(data, "spans.action.0", action)
+    with pytest.raises(ParseError, match=r"span 0: .*there is no (stage|microbatch) 99"):
         timeline_from_json(json.dumps(data))
 
 
