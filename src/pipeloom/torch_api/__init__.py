@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from pipeloom.torch_api._alias import install_as_torch
+from pipeloom.torch_api._IR import Pipe, SplitPoint, pipe_split, pipeline
 from pipeloom.torch_api.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -21,6 +23,7 @@ from pipeloom.torch_api.schedules import (
 from pipeloom.torch_api.stage import PipelineStage, build_stage
 
 __all__ = [
+    "Pipe",
     "PipelineStage",
     "Schedule1F1B",
     "ScheduleDualPipeV",
@@ -29,6 +32,10 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "SplitPoint",
     "_ScheduleForwardOnly",
     "build_stage",
+    "install_as_torch",
+    "pipe_split",
+    "pipeline",
 ]

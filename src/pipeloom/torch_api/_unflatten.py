@@ -1,0 +1,1 @@
+"""In torch, part of its tracing frontend. Models are cut in :mod:`pipeloom.model` here."""
