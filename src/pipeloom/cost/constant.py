@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from pipeloom.cost.amounts import is_amount
 from pipeloom.cost.model import STATIC_CATEGORIES, Overlap, ScheduleCosts
 from pipeloom.cost.network import Link, Network
 from pipeloom.errors import CostFileError
@@ -88,7 +89,7 @@ class UniformCosts(_CommonCosts):
             f"{name} must be a number from 0 up, not {getattr(self, name)!r}"
             for name in (*SHARED_FIELDS, "boundary", "extra_first", "extra_last")
             if not (name in OPTIONAL_FIELDS and getattr(self, name) is None)
-            and not _is_amount(getattr(self, name))
+            and not is_amount(getattr(self, name))
         ]
         _raise_for("UniformCosts", problems + _find_common_problems(self))
 
@@ -159,11 +160,11 @@ class StageCosts(_CommonCosts):
                 object.__setattr__(self, name, value)
                 lengths[name] = len(value)
                 for stage, number in enumerate(value):
-                    if not _is_amount(number):
+                    if not is_amount(number):
                         problems.append(
                             f"{name}[{stage}] must be a number from 0 up, not {number!r}"
                         )
-            elif not _is_amount(value):
+            elif not is_amount(value):
                 problems.append(
                     f"{name} must be a number from 0 up or a list of them, not {value!r}"
                 )
@@ -266,22 +267,18 @@ def _find_common_problems(costs: UniformCosts | StageCosts) -> list[str]:
         if costs.network.link != Link() and (costs.latency or costs.bandwidth != math.inf):
             problems.append("latency and bandwidth are given twice: here and as network.link")
     retained = costs.retained if isinstance(costs.retained, tuple) else (costs.retained,)
-    if not all(_is_amount(share) and share <= 1 for share in retained):
+    if not all(is_amount(share) and share <= 1 for share in retained):
         problems.append(
             "retained is the share of activation that stays from I until W, "
             f"from 0 to 1, not {costs.retained!r}"
         )
     overlap = costs.overlap
-    if overlap not in ("sum", "max") and not (_is_amount(overlap) and overlap):
+    if overlap not in ("sum", "max") and not is_amount(overlap, above=True):
         problems.append(f"overlap must be 'sum', 'max' or a factor above 0, not {overlap!r}")
     speeds = costs.speeds.values() if isinstance(costs.speeds, Mapping) else costs.speeds or ()
-    if not all(_is_amount(speed) and speed for speed in speeds):
+    if not all(is_amount(speed, above=True) for speed in speeds):
         problems.append(f"speeds must be numbers above 0, not {costs.speeds!r}")
     return problems
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _raise_for(name: str, problems: list[str]) -> None:

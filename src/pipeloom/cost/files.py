@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from pipeloom.cost.amounts import is_amount
 from pipeloom.cost.constant import SHARED_FIELDS, STAGE_FIELDS, StageCosts, UniformCosts
 from pipeloom.cost.network import Link, Network
 from pipeloom.errors import CostFileError
@@ -60,7 +61,7 @@ def costs_from_json(text: str, *, source: str = "the JSON") -> UniformCosts | St
     """
     try:
         data = json.loads(text, parse_constant=_read_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CostFileError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise CostFileError(f"{source} is not a cost file: it must be an object with fields")
@@ -170,7 +171,7 @@ class _Reader:
         elif name == "speeds":
             values[name] = self._speeds(value)
         elif name == "overlap":
-            if value in ("sum", "max") or _is_amount(value, above=True):
+            if value in ("sum", "max") or is_amount(value, above=True):
                 values[name] = value
             else:
                 self.problems.append(
@@ -186,7 +187,7 @@ class _Reader:
             values[name] = self._number(name, value)
 
     def _number(self, name: str, value: Any, *, above: bool = False, most: float = math.inf) -> Any:
-        if _is_amount(value, above=above) and value <= most:
+        if is_amount(value, above=above) and value <= most:
             return value
         wanted = "above 0" if above else "from 0 up" if most == math.inf else f"from 0 to {most:g}"
         self.problems.append(f'"{name}" must be a number {wanted}, not {value!r}')
@@ -272,12 +273,3 @@ class _Reader:
         if self.has_lists and name in ("extra_first", "extra_last"):
             hint = "; where there are lists, say it in the list"
         self.problems.append(f'"{prefix}{name}" is no field of a cost file{hint}')
-
-
-def _is_amount(value: Any, *, above: bool = False) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value < math.inf
-        and not (above and value == 0)
-    )

@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeloom.cost.amounts import is_amount
+
 
 @dataclass(frozen=True)
 class Link:
@@ -28,9 +30,9 @@ class Link:
     def find_problems(self) -> list[str]:
         """What is wrong with the numbers."""
         problems = []
-        if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
+        if not is_amount(self.latency):
             problems.append(f"latency must be a number from 0 up, not {self.latency!r}")
-        if not (_is_number(self.bandwidth) and self.bandwidth > 0):
+        if self.bandwidth != math.inf and not is_amount(self.bandwidth, above=True):
             problems.append(f"bandwidth must be a number above 0, not {self.bandwidth!r}")
         return problems
 
@@ -82,7 +84,3 @@ class Network:
             if link is not None:
                 problems += [where + problem for problem in link.find_problems()]
         return problems
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

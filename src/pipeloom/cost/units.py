@@ -30,6 +30,8 @@ def parse_memory(amount: float | str, unit: str) -> float:
         if match is None:
             raise CostFileError(f"{amount!r} is no amount of memory; write 8 or 40GiB")
         number, said = float(match[1]), match[2]
+    elif isinstance(amount, bool) or not isinstance(amount, (int, float)):
+        raise CostFileError(f"an amount of memory is a number or a text, not {amount!r}")
     else:
         number, said = float(amount), ""
     if not 0 <= number < math.inf:

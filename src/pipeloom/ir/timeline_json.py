@@ -134,7 +134,7 @@ def timeline_from_json(text: str, *, source: str = "the JSON") -> Timeline:
     """Parse what :func:`save_timeline` wrote; every bad part is reported."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ParseError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("pipeloom") != "timeline":
         raise ParseError(f'{source} is not a timeline: it does not say "pipeloom": "timeline"')

@@ -82,17 +82,18 @@ def test_fused_actions() -> None:
 
 BAD = {
     "forward": [-1, math.nan, math.inf, "1", True, None],
-    "input": [-1],
+    "input": [-1, 10**400, 1e200],
     "full": [-1],
     "latency": [-1, math.nan, math.inf],
-    "bandwidth": [0, -1, math.nan],
+    "bandwidth": [0, -1, math.nan, 1e-320],
     "activation": [-1],
     "retained": [1.5, -0.1],
     "overlap": ["mean", 0, -1, math.nan],
     "boundary": [-1],
     "weights": [math.inf],
     "unshard": [-1],
-    "speeds": [[0, 1], [-1]],
+    "speeds": [[0, 1], [-1], [1e-320]],
+    "gathered": [-1, "8"],
 }
 
 

@@ -114,6 +114,8 @@ def test_every_bad_field_is_reported() -> None:
         ('{"forward": [1, 2], "input": [1], "weight": 1}', "one number per stage"),
         ('{"forward": [], "input": 1, "weight": 1, "network": 3}', "must be an object"),
         ("[" * 100_000, "is not JSON"),
+        ('{"forward": ' + "1" * 5000 + "}", "is not JSON"),
+        ('{"forward": 1' + "0" * 400 + ', "input": 1, "weight": 1}', '"forward" must be a number'),
     ],
 )
 def test_texts_that_are_no_costs(text: str, message: str) -> None:

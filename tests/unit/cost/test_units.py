@@ -34,6 +34,9 @@ def test_amounts(amount: float | str, unit: str, expected: float) -> None:
         (-1, "GiB", "from 0 up"),
         (float("nan"), "", "from 0 up"),
         ("", "", "no amount"),
+        ([1, 2], "", r"a number or a text, not \[1, 2\]"),
+        (None, "", "a number or a text, not None"),
+        (True, "", "a number or a text, not True"),
     ],
 )
 def test_what_is_no_amount(amount: float | str, unit: str, message: str) -> None:
