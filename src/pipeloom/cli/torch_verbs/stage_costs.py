@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,22 +62,20 @@ def measure_times(
     is left as it was.
     """
     loss = find_sum if loss_fn is None else loss_fn
-    before = {parameter: parameter.grad for stage in stages for parameter in stage.parameters()}
     batch = [PreSplit([value] * microbatches) for value in arguments]
     targets = PreSplit([target] * microbatches)
     timelines: list[Timeline] = []
     for name in SCHEDULES:
-        pipe = LocalPipeline(
-            stages, name, ranks=len(stages), microbatches=microbatches, loss_fn=loss
-        )
-        pipe.step(*batch, target=targets)  # warms up
-        with pipe.record() as recording:
-            for _ in range(steps):
-                pipe.step(*batch, target=targets)
-        timelines += recording.timelines
-        pipe.close()
-    for parameter, gradient in before.items():
-        parameter.grad = gradient
+        with _gradients_set_aside(stages):
+            pipe = LocalPipeline(
+                stages, name, ranks=len(stages), microbatches=microbatches, loss_fn=loss
+            )
+            pipe.step(*batch, target=targets)  # warms up
+            with pipe.record() as recording:
+                for _ in range(steps):
+                    pipe.step(*batch, target=targets)
+            timelines += recording.timelines
+            pipe.close()
     # In one process a message is handed over, which says nothing of the machine's network.
     return replace(costs_from_timelines(timelines), latency=0.0)
 
@@ -102,7 +101,6 @@ def measure_bytes(
         given = assemble(layout, leaves)
         method = choose_method(stage, stage=number)
         kept = _Storages(leaves, stage)
-        gradients = [parameter.grad for parameter in stage.parameters()]
         watch = torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor)
         with watch, method.forward():
             output = stage(*given) if is_arguments(given) else stage(given)
@@ -111,11 +109,11 @@ def measure_bytes(
             saved = method.save(microbatch=0, inputs=leaves, outputs=roots)
         retained = 0
         if roots:
-            method.input(saved, None if is_last else [torch.ones_like(root) for root in roots])
-            retained = method.held_bytes(saved)
-            method.weight(saved)
-        for parameter, gradient in zip(stage.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+            ones = None if is_last else [torch.ones_like(root) for root in roots]
+            with _gradients_set_aside([stage]):
+                method.input(saved, ones)
+                retained = method.held_bytes(saved)
+                method.weight(saved)
         crossing, layout = take_apart(output)
         found.append(
             StageBytes(
@@ -169,6 +167,19 @@ def find_sum(output: Any, target: Any) -> Tensor:
             "measure; do its parameters require gradients?"
         )
     return torch.stack(parts).sum()
+
+
+@contextmanager
+def _gradients_set_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Parameters begin without ``.grad`` and have what they had afterwards."""
+    before = {parameter: parameter.grad for stage in stages for parameter in stage.parameters()}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
 
 
 def _takes_gradient(tensor: Tensor) -> bool:
