@@ -100,7 +100,7 @@ def load(path: Path) -> Timeline:
         text = read_text(path)
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ParseError(f"{path} is not JSON: {error}") from error
         if isinstance(data, dict) and isinstance(data.get("timeline"), dict):
             # What `pipeloom simulate --json` prints has the timeline inside.
