@@ -20,12 +20,12 @@ def microbatches_for(name: str, ranks: int) -> int:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_give_what_torch_gives(two_ranks: ProcessPool, name: str) -> None:
-    options: dict[str, Any] = dict(microbatches=4)
+    options: dict[str, Any] = {"microbatches": 4}
     assert two_ranks.run(work.compare_with_torch, [(name, options)]) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_give_what_the_model_gives(two_ranks: ProcessPool, name: str) -> None:
-    options: dict[str, Any] = dict(microbatches=4, with_eval=True, zero_grad=False)
+    options: dict[str, Any] = {"microbatches": 4, "with_eval": True, "zero_grad": False}
     presplit = dict(options, form="microbatches", scale_grads=False, loss_fn=work.summed_loss)
     assert two_ranks.run(work.compare_with_truth, [(name, options), (name, presplit)]) == [[]] * 2
