@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from pipeloom.cost.files import load_costs
 from pipeloom.cost.units import parse_memory
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.timeline import Timeline
-from pipeloom.simulate.engine import UNIT_COSTS
+from pipeloom.simulate.engine import UNIT_COSTS, simulate
 
 CostsFile = Annotated[
     Path | None,
@@ -58,7 +58,10 @@ def resolve_for_costs(
     options: Iterable[str] = (),
     topology: str | None = None,
 ) -> Schedule:
-    """The schedule that the arguments name; one that is made for costs is made for these."""
+    """The schedule that the arguments name; one that is made for costs is made for these.
+
+    One that has a peak of its own is squeezed into the limit only where it would not fit.
+    """
     if is_file(name_or_file) or ranks is None or microbatches is None or topology is not None:
         return resolve_schedule(
             name_or_file,
@@ -72,13 +75,21 @@ def resolve_for_costs(
 
     entry = find_schedule(name_or_file)
     given = parse_options(options)
-    measured: Mapping[str, Any] = {"costs": costs, "memory_limit": memory_limit}
-    for option in entry.options:
-        if measured.get(option.name) is not None:
-            given.setdefault(option.name, measured[option.name])
-    return build_schedule(
-        entry.name, ranks=ranks, microbatches=microbatches, chunks=chunks, **given
-    )
+    names = {option.name for option in entry.options}
+
+    def build(**measured: Any) -> Schedule:
+        known = {name: value for name, value in measured.items() if name in names}
+        return build_schedule(
+            entry.name, ranks=ranks, microbatches=microbatches, chunks=chunks, **known | given
+        )
+
+    if memory_limit is None:
+        return build(costs=costs)
+    if entry.keeps_peak:
+        schedule = build(costs=costs)
+        if not find_overfull(simulate(schedule, costs, memory=memory_limit)):
+            return schedule
+    return build(costs=costs, memory_limit=memory_limit)
 
 
 def find_overfull(timeline: Timeline) -> list[int]:

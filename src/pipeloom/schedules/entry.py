@@ -27,6 +27,9 @@ P = ParamSpec("P")
 #: What a shape is made of.
 Part = Literal["ranks", "microbatches", "chunks", "options"]
 PARTS = ("ranks", "microbatches", "chunks")
+#: Stages times microbatches. More would fill the memory of most machines; far larger numbers are
+#: slips of the keyboard.
+MOST_FORWARDS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class ScheduleEntry:
     #: Closed forms, as text: idle time added to m(F+I+W), and activations at the peak.
     bubble: str = ""
     peak: str = ""
+    #: Has a peak of its own, though it takes a ``memory_limit``: whoever has a limit for the whole
+    #: library passes it on only where that peak does not fit.
+    keeps_peak: bool = False
 
     @property
     def constraints_text(self) -> str:
@@ -95,6 +101,13 @@ class ScheduleEntry:
         ]
         if problems:
             return problems
+        forwards = shape.ranks * shape.chunks * shape.microbatches
+        if forwards > MOST_FORWARDS:
+            return [
+                f"{self.name} with {shape.ranks} ranks, {shape.chunks} chunks per rank and "
+                f"{shape.microbatches} microbatches would run {forwards} forwards, which is more "
+                f"than {MOST_FORWARDS}; ask for less of one of them"
+            ]
         if not self.takes_chunks and shape.chunks != self.default_chunks:
             count = f"{self.default_chunks} chunk{'s' if self.default_chunks > 1 else ''}"
             problems.append(f"{self.name} has exactly {count} per rank, not {shape.chunks}")
@@ -181,6 +194,7 @@ def describe_schedule(
     chunks: int | None = None,
     bubble: str = "",
     peak: str = "",
+    keeps_peak: bool = False,
 ) -> Callable[[Callable[P, Schedule]], ScheduleFunction[P]]:
     """Describe a schedule and let its function check the shape before it builds.
 
@@ -213,6 +227,7 @@ def describe_schedule(
             if problems:
                 raise ScheduleError("; ".join(problems))
             schedule = function(*args, **kwargs)
+            _check_result(schedule, shape, name=entry.name)
             return schedule if schedule.name != "custom" else schedule.renamed(entry.name)
 
         default = parameters["chunks"].default if takes_chunks else chunks
@@ -226,17 +241,35 @@ def describe_schedule(
             options=tuple(
                 ScheduleOption(option.name, _type_text(option.annotation), option.default)
                 for option in parameters.values()
-                if option.name not in PARTS and option.kind is option.KEYWORD_ONLY
+                if option.name not in PARTS
+                and option.kind in (option.KEYWORD_ONLY, option.POSITIONAL_OR_KEYWORD)
             ),
             default_chunks=default if isinstance(default, int) else 1,
             takes_chunks=takes_chunks,
             bubble=bubble,
             peak=peak,
+            keeps_peak=keeps_peak,
         )
         vars(checked)["entry"] = entry
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def _check_result(schedule: object, shape: Shape, *, name: str) -> None:
+    """A function that ignores what it is asked for would be found out much later."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"the function of {name} returned {schedule!r}, not a Schedule; make_schedule makes "
+            "one of rows of actions"
+        )
+    made = (schedule.num_ranks, schedule.num_microbatches)
+    if made != (shape.ranks, shape.microbatches):
+        raise ScheduleError(
+            f"the function of {name} was asked for {shape.ranks} ranks and {shape.microbatches} "
+            f"microbatches and made {made[0]} and {made[1]}; declare what it can do as a "
+            "Constraint, or use the arguments"
+        )
 
 
 def _is_count(value: object) -> bool:

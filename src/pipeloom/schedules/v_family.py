@@ -32,6 +32,7 @@ _PERIOD = 6
     chunks=2,
     bubble="(6p−1−3k)/2 chunk-passes, k = 2⌊(p+2)/2⌋, where F=I=W",
     peak="⌊(p+2)/2⌋",
+    keeps_peak=True,
 )
 def v_half(
     *,
@@ -72,6 +73,7 @@ def v_half(
     chunks=2,
     bubble="(6p−1−3k)/2 chunk-passes, k = 2⌊(p+4)/3⌋, where F=I=W",
     peak="⌊(p+4)/3⌋",
+    keeps_peak=True,
 )
 def v_min(
     *,

@@ -150,6 +150,20 @@ def test_the_table() -> None:
     assert lines.index(zbv) < lines.index(gpipe)
 
 
+def test_a_limit_lets_a_schedule_with_a_peak_of_its_own_be(costs_file: str) -> None:
+    shape = ("v_min", "v_half", "zb_auto", "-r", "6", "-m", "12", "--costs", costs_file)
+
+    def peaks(*limit: str) -> dict[str, float]:
+        found = compare(*shape, *limit)["schedules"]
+        return {row["name"]: max(row["peak_memory"]) for row in found}
+
+    # An activation is 2 GiB here: ⌊10/3⌋ and ⌊8/2⌋ of them, and 2·6.
+    assert peaks() == {"v_min": 6, "v_half": 8, "zb_auto": 24}
+    assert peaks("--memory", "20GiB") == {"v_min": 6, "v_half": 8, "zb_auto": 20}
+    # v_half is squeezed into what it would not fit.
+    assert peaks("--memory", "6GiB") == {"v_min": 6, "v_half": 6, "zb_auto": 6}
+
+
 def test_what_does_not_allow_the_shape_says_why() -> None:
     data = compare("-r", "3", "-m", "5")
     reasons = {item["name"]: item["reason"] for item in data["left_out"]}
