@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward import choose_method
@@ -146,3 +149,56 @@ def test_a_recomputation_that_changes_is_an_error_that_names_the_place() -> None
         else:
             backward.input(saved, [torch.ones_like(y)])
             backward.weight(saved)
+
+
+def test_a_stage_may_stop_checkpointing() -> None:
+    """The same graph, with activations that are there after all."""
+    module = build("checkpointed")
+    batches = [feed("checkpointed") for _ in range(4)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    for index, inputs in enumerate(batches):
+        if index == 3:
+            module.forward = lambda x: module.last(
+                module.blocks[1](module.blocks[0](module.first(x)))
+            )
+        saved = run_forward(backward, module, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        backward.weight(saved)
+    assert_same_parameters(module, truth.module)
+
+
+class Selective(nn.Module):
+    """A checkpoint that keeps products: torch lets its backward run once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(
+            lambda x: self.second(torch.tanh(self.first(x))),
+            x,
+            use_reentrant=False,
+            context_fn=keep,
+        )
+
+
+@pytest.mark.parametrize("self_check", ["structural", "numeric"])
+def test_selective_checkpoints(self_check: str) -> None:
+    torch.manual_seed(0)
+    module = Selective().to(DTYPE)
+    batches = [feed("mlp") for _ in range(4)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module, self_check=self_check)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    expected = "was not compared" if self_check == "numeric" else ""
+    assert all(expected in str(one.message) for one in said)
+    assert bool(said) == (self_check == "numeric")
+    if self_check == "structural":
+        assert {"first.weight", "second.weight"} <= set(backward.choice.deferred)

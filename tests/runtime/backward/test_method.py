@@ -35,6 +35,16 @@ def test_a_loss_starts_with_one() -> None:
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("phase", ["full", "input"])
+@pytest.mark.parametrize("method", ["auto", "graph", "whole"])
+def test_a_loss_that_is_no_scalar_is_an_error_not_silence(method: str, phase: str) -> None:
+    module = build("mlp")
+    backward = choose_method(module, method=method, stage=3)
+    saved = run_forward(backward, module, feed("mlp"), 5)
+    with pytest.raises(BackwardError, match=r"stage 3, microbatch 5: .*not a scalar"):
+        getattr(backward, phase)(saved, None)
+
+
 @pytest.mark.parametrize("method", ["auto", "graph", "whole"])
 def test_a_missing_gradient_is_zero(method: str) -> None:
     module = build("dict outputs")

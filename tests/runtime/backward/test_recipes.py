@@ -137,7 +137,7 @@ def test_gradients_keep_the_layout_of_their_parameters() -> None:
 
 
 class FullBias(nn.Module):
-    """A bias of the result's own shape, twice: its gradient is the result's, with nothing to sum."""
+    """A bias of the result's own shape, twice: there is nothing to sum for its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,3 +189,29 @@ def test_complex_scales() -> None:
     assert_same_parameters(module, truth.module)
     assert_same_inputs(gradients, truth.input_grads)
     assert set(backward.choice.deferred) == {"bias", "right", "left", "batched"}
+
+
+class TurnsAbout(nn.Module):
+    """A cube, transposed in one way and in another from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.randn(4, 4, 4, dtype=torch.float64))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        dims = (1, 2) if self.num_calls % 2 else (0, 2)
+        return torch.bmm(x, self.cube.transpose(*dims))
+
+
+def test_graphs_that_differ_in_nothing_but_transposed_dimensions() -> None:
+    torch.manual_seed(0)
+    module = TurnsAbout()
+    batches = [[torch.randn(4, 3, 4, dtype=torch.float64, requires_grad=True)] for _ in range(4)]
+    truth = accumulate(module, batches)
+    module.num_calls = 0
+    backward = choose_method(module)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)

@@ -33,6 +33,7 @@ def planned(name: str, *, use_recipes: bool) -> tuple[Graph, Plan]:
     made = make_plan(
         graph,
         use_recipes=use_recipes,
+        hooked=False,
         rerun=lambda node, kind: not use_recipes and not hasattr(node, "saved_tensors"),
         recomputed=lambda node, recipe: False,
     )

@@ -46,6 +46,7 @@ class Product:
     grad: Tensor
     operands: Operands
     versions: tuple[int, ...]
+    by_engine: bool = False  # there may be hooks between the product and its parameter
 
     def tensors(self) -> list[Tensor]:
         """What it keeps alive."""
@@ -117,7 +118,7 @@ def add_weight_gradients(pending: Pending) -> None:
     plan = pending.plan
     roots: dict[int, list[tuple[Edge, Tensor]]] = {}
     arrived = pending.passed
-    targets = {leaf: _target(pending.nodes[leaf].variable) for leaf in plan.in_place}
+    targets = _targets(pending)
 
     def send(edge: Edge, grad: Tensor) -> None:
         roots.setdefault(plan.group[edge[0]], []).append((edge, grad))
@@ -126,7 +127,7 @@ def add_weight_gradients(pending: Pending) -> None:
     for position, product in enumerate(pending.products):
         use = product.use
         parameter = targets.get(use.leaf) if use.leaf is not None else None
-        if parameter is None or not _fits(parameter, product.grad):
+        if parameter is None:
             send(use.target, use.recipe.compute(product.grad, product.operands, False))
         else:
             _add_product(parameter, product)
@@ -139,7 +140,7 @@ def add_weight_gradients(pending: Pending) -> None:
     pending.reruns, pending.boxed = [], []
     for kept in pending.gradients:
         parameter = targets.get(kept.target[0])
-        if parameter is None or not _fits(parameter, kept.grad):
+        if parameter is None:
             send(kept.target, kept.grad)
         else:
             _store(parameter, kept.grad, fresh=False)
@@ -159,10 +160,10 @@ def add_early(pending: Pending, nodes: frozenset[int]) -> None:
     if not nodes:
         return
     staying: list[Product] = []
+    targets = _targets(pending)
     for product in pending.products:
-        leaf = product.use.leaf if product.use.leaf in pending.plan.in_place else None
-        parameter = None if leaf is None else _target(pending.nodes[leaf].variable)
-        if product.use.node in nodes and parameter is not None and _fits(parameter, product.grad):
+        parameter = targets.get(product.use.leaf) if product.use.leaf is not None else None
+        if product.use.node in nodes and parameter is not None:
             _add_product(parameter, product)
             pending.passed[id(parameter)] = parameter
         else:
@@ -210,6 +211,24 @@ def _run_again(
 
 
 # ── in place ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _targets(pending: Pending) -> dict[int, Tensor | None]:
+    """The parameters that nothing of this microbatch must reach through the engine.
+
+    All or nothing: who listens at a parameter's place in the graph is to be told once.
+    """
+    targets = {leaf: _target(pending.nodes[leaf].variable) for leaf in pending.plan.in_place}
+    for product in pending.products:
+        leaf = product.use.leaf
+        parameter = targets.get(leaf) if leaf is not None else None
+        if parameter is not None and (product.by_engine or not _fits(parameter, product.grad)):
+            targets[leaf] = None  # type: ignore[index]
+    for kept in pending.gradients:
+        parameter = targets.get(kept.target[0])
+        if parameter is not None and not _fits(parameter, kept.grad):
+            targets[kept.target[0]] = None
+    return targets
 
 
 def _target(parameter: Tensor) -> Tensor | None:

@@ -117,5 +117,11 @@ def check_compiled(module: nn.Module, method: str) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling the module runs what ``torch.compile`` made."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Whether calling the module runs what ``torch.compile`` made: of the module, of its call
+    (``module.compile()``), or of its ``forward`` alone.
+    """
+    return (
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )

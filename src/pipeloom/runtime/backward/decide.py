@@ -40,6 +40,14 @@ class Decision:
     watches: bool = False  # layers inside checkpoints are to be watched during I
     runs_once: bool = False  # compiled code is part of it, whose backward cannot run twice
 
+    def fits(self, graph: Graph) -> bool:
+        """Whether what the plan was told by nodes, beyond the graph's shape, is still so."""
+        turns = self.plan.turns if self.plan is not None else ()
+        return all(
+            (graph.nodes[index]._saved_dim0, graph.nodes[index]._saved_dim1) == (dim0, dim1)
+            for index, dim0, dim1 in turns
+        )
+
     def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:
         """The same stage without a split."""
         return replace(self, choice=Choice("whole", reason), plan=None, uncovered=uncovered)
@@ -51,10 +59,12 @@ def decide(
     module: nn.Module,
     method: str,
     boxed: bool,
+    hooked: bool,
     linears: frozenset[int] | None,
     check: bool,
 ) -> Decision:
-    """Choose for one graph. ``linears``: checkpointed weights whose layers are known to be
+    """Choose for one graph. ``boxed``: saved tensors are in boxes. ``hooked``: the forward
+    registered hooks. ``linears``: checkpointed weights whose layers are known to be
     seen, ``None`` before that was tried. ``check``: prove the plan before it is used.
     """
     parameter_names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -81,27 +91,39 @@ def decide(
         unlearned.add(leaf)
         return None
 
+    once = _why_once(graph, hooked=hooked)
+
     def may_run_again(node: Any, kind: str) -> bool:
-        if not boxed or kind in FUSED_TYPES or isinstance(node, BackwardCFunction):
+        if (
+            once is not None
+            or not boxed
+            or kind in FUSED_TYPES
+            or isinstance(node, BackwardCFunction)
+        ):
             return False
         if saves_recomputed(node):
             return False
         return method == "graph" or kind in RERUN_TYPES
 
     plan = make_plan(
-        graph, use_recipes=method != "graph", rerun=may_run_again, recomputed=recomputed
+        graph,
+        use_recipes=method != "graph",
+        hooked=hooked,
+        rerun=may_run_again,
+        recomputed=recomputed,
     )
     wrong = structural_faults(graph.shape, plan) if check else set()
     if wrong:
         names = tuple(name(leaf) for leaf in sorted(wrong))
         reason = "the plan does not account for every parameter exactly once"
         return Decision(Choice("whole", reason), None, uncovered=names)
-    wants_boxes = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
+    again = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
+    wants_boxes = again and once is None
     learn = frozenset(unlearned) if linears is None else frozenset()
     now = tuple(name(leaf) for leaf in plan.leaves if leaf not in plan.deferred_leaves)
     later = tuple(name(leaf) for leaf in plan.leaves if leaf in plan.deferred_leaves)
     if not later and not learn and not wants_boxes:
-        reason = _why_nothing(graph, plan)
+        reason = once if method == "graph" and once else _why_nothing(graph, plan)
         asked = method != "auto" and plan.leaves
         return Decision(Choice("whole", reason), None, uncovered=now if asked else ())
     label = "graph" if wants_boxes else "deferred"
@@ -116,8 +138,27 @@ def decide(
         unlearned=learn,
         wants_boxes=wants_boxes,
         watches=bool(learn) or any(use.recomputed for use in plan.deferred),
-        runs_once=any(kind.__name__ == COMPILED for kind in graph.shape.types),
+        runs_once=_has_compiled(graph),
     )
+
+
+def _has_compiled(graph: Graph) -> bool:
+    return any(kind.__name__ == COMPILED for kind in graph.shape.types)
+
+
+def _why_once(graph: Graph, *, hooked: bool) -> str | None:
+    """Why no node of this graph may be run a second time, if that is so."""
+    if _has_compiled(graph):
+        return (
+            "it has compiled code, whose backward may reuse its saved memory at once, so no graph "
+            'is kept through I; method="auto" defers what is outside the compiled code'
+        )
+    if hooked:
+        return (
+            "its forward registers hooks, which nodes that run again at W would call twice; "
+            'method="auto" can split it'
+        )
+    return None
 
 
 def _hidden_parameters(

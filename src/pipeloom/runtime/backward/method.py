@@ -67,6 +67,7 @@ class SavedMicrobatch:
     outputs: list[Root]
     pending: Any = None
     done: str = "F"
+    hooked: bool = False  # hooks were registered during F
 
     def release_graph(self) -> None:
         """Forget inputs and outputs, and with them the autograd graph."""

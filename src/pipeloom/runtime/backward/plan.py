@@ -22,37 +22,17 @@ weight products by itself, and frees each node as it passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.runtime.backward.checkpointing import saves_recomputed
-from pipeloom.runtime.backward.recipes import RECIPES, Recipe, signed
-from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, is_accumulate
+from pipeloom.runtime.backward.recipes import RECIPES, Recipe
+from pipeloom.runtime.backward.regions import Entry, PlainTarget, Regions, Turn
+from pipeloom.runtime.backward.walk import Edge, Graph
 
 __all__ = ["Deferred", "InInput", "Plan", "Rerun", "make_plan"]
 
-# Nodes with one operand whose gradient is a view or a cast of theirs: what lies between a
-# parameter and the product that uses it.
-CHAIN_TYPES = frozenset(
-    {
-        "AliasBackward0",
-        "CloneBackward0",
-        "ExpandBackward0",
-        "PermuteBackward0",
-        "ReshapeAliasBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "TBackward0",
-        "ToCopyBackward0",
-        "TransposeBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewBackward0",
-    }
-)
 # Backward nodes that compute both halves in one kernel: running them twice costs both twice.
 FUSED_TYPES = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
@@ -68,6 +48,7 @@ class Deferred:
     target: Edge
     leaf: int | None  # the parameter's node, where only a plain chain lies between
     transposed: bool
+    chained: bool  # the chain is more than the parameter itself
     recomputed: bool  # the activation comes out of a checkpoint's recomputation
 
 
@@ -96,6 +77,7 @@ class Plan:
     deferred: tuple[Deferred, ...]
     reruns: tuple[Rerun, ...]
     in_input: tuple[InInput, ...]
+    turns: tuple[Turn, ...]  # transpositions that the plan relies on
     group: dict[int, int]  # weight-only node → its connected group
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
@@ -104,278 +86,151 @@ class Plan:
     deferred_leaves: frozenset[int]
 
 
-class _Planner:
-    """Works on one graph; ``make_plan`` is the way in."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.nodes = graph.nodes
-        self.shape: GraphShape = graph.shape
-        self.names = [kind.__name__ for kind in graph.shape.types]
-        self.parents: list[list[int]] = [[] for _ in self.names]
-        for parent, edges in enumerate(self.shape.children):
-            for child, _ in edges:
-                if child >= 0:
-                    self.parents[child].append(parent)
-        self.inputs = {index for index in self.shape.inputs if index >= 0}
-        self.leaves = tuple(
-            index
-            for index, node in enumerate(self.nodes)
-            if is_accumulate(node) and index not in self.inputs
-        )
-        self.leaf_set = frozenset(self.leaves)
-        self.data = self.find_data()
-
-    # ── which nodes are data ─────────────────────────────────────────────────────────────────────
-
-    def find_data(self) -> set[int]:
-        """Nodes on the way from the outputs to the inputs.
-
-        Where an output reaches no input (the first stage, whose tokens need no gradient), what lies
-        below it counts as data up to the plain chains that lead to parameters: there too, I passes
-        through the activations and frees them.
-        """
-        data = self.upward(self.inputs)
-        started = [root for root, _ in self.shape.roots if root not in data]
-        below: set[int] = set()
-        while started:
-            node = started.pop()
-            if node in below or self.chain(node) is not None:
-                continue
-            below.add(node)
-            weights = self.weight_operands(node)
-            started += [
-                child
-                for operand, (child, _) in enumerate(self.shape.children[node])
-                if child >= 0 and operand not in weights
-            ]
-        return self.upward(data | below)
-
-    def upward(self, start: Iterable[int]) -> set[int]:
-        found = set(start)
-        todo = list(found)
-        while todo:
-            for parent in self.parents[todo.pop()]:
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
-        return found
-
-    def downward(self, start: int) -> set[int]:
-        found = {start}
-        todo = [start]
-        while todo:
-            for child, _ in self.shape.children[todo.pop()]:
-                if child >= 0 and child not in found:
-                    found.add(child)
-                    todo.append(child)
-        return found
-
-    def weight_operands(self, node: int) -> set[int]:
-        """Operands that hold a weight because the product's other operand needs no gradient."""
-        edges = self.shape.children[node]
-        return {
-            operand
-            for operand, recipe in RECIPES.get(self.names[node], {}).items()
-            if recipe.partner is not None
-            and operand < len(edges)
-            and edges[operand][0] >= 0
-            and edges[recipe.partner][0] < 0
-        }
-
-    def chain(self, node: int) -> list[int] | None:
-        """The nodes from here to a parameter if nothing but views and casts lies between."""
-        passed: list[int] = []
-        while node not in self.leaf_set:
-            below = [child for child, _ in self.shape.children[node] if child >= 0]
-            if self.names[node] not in CHAIN_TYPES or len(below) != 1:
-                return None
-            passed.append(node)
-            node = below[0]
-        return [*passed, node]
-
-    # ── how a chain changes the gradient ─────────────────────────────────────────────────────────
-
-    def plain_target(self, child: int) -> tuple[int, bool] | None:
-        """The parameter below and whether it is seen transposed, for the chains we add through."""
-        chain = self.chain(child)
-        if chain is None:
-            return None
-        *passed, leaf = chain
-        parameter = self.nodes[leaf].variable
-        transposed = False
-        for index in passed:
-            if self.names[index] == "TBackward0":
-                transposed = not transposed
-            elif self.names[index] == "TransposeBackward0":
-                node = self.nodes[index]
-                dims = {signed(node._saved_dim0), signed(node._saved_dim1)}
-                if {dim % parameter.dim() for dim in dims} != {
-                    parameter.dim() - 1,
-                    parameter.dim() - 2,
-                }:
-                    return None
-                transposed = not transposed
-            elif self.names[index] != "ToCopyBackward0":
-                return None
-        return leaf, transposed
-
-    # ── the plan ─────────────────────────────────────────────────────────────────────────────────
-
-    def entries(self) -> dict[Edge, list[tuple[int, int]]]:
-        """Weight-only edge → the (data node, operand) pairs that enter it."""
-        found: dict[Edge, list[tuple[int, int]]] = {}
-        for node in sorted(self.data):
-            for operand, edge in enumerate(self.shape.children[node]):
-                if edge[0] >= 0 and edge[0] not in self.data:
-                    found.setdefault(edge, []).append((node, operand))
-        for edge in self.shape.roots:  # an output made of parameters alone
-            if edge[0] not in self.data:
-                found.setdefault(edge, []).append((-1, 0))
-        return found
-
-    def groups(self, entries: Iterable[Edge]) -> dict[int, int]:
-        """Weight-only nodes that hang together, numbered."""
-        members: dict[int, int] = {}
-        for start, _ in entries:
-            if start in members:
-                continue
-            todo, group = [start], len(members)
-            while todo:
-                node = todo.pop()
-                if node in members:
-                    continue
-                members[node] = group
-                todo += [c for c, _ in self.shape.children[node] if c >= 0]
-                todo += [p for p in self.parents[node] if p not in self.data]
-        return members
-
-
 def make_plan(
     graph: Graph,
     *,
     use_recipes: bool,
+    hooked: bool,
     rerun: Callable[[Any, str], bool],
     recomputed: Callable[[Any, Recipe], bool | None],
 ) -> Plan:
     """Decide, for one graph, what is deferred.
 
+    ``hooked``: the forward registered hooks, perhaps on tensors made of parameters. A gradient that
+    stops at such a tensor in I and enters there at W would pass its hooks twice; so what comes out
+    of I then goes down to the parameters at once.
     ``rerun(node, type name)`` says whether a node without recipe may be run again at W.
     ``recomputed(node, recipe)`` says whether the activation is only there while a checkpoint
     recomputes (``None``: it is, and cannot be taken from there).
     """
-    planner = _Planner(graph)
-    entries = planner.entries()
-    group = planner.groups(entries)
-    recipes: dict[tuple[int, int], tuple[Recipe, bool]] = {}
+    regions = Regions(graph)
+    entries = regions.entries()
+    group = regions.groups(entries)
+    recipes: dict[Entry, tuple[Recipe, bool]] = {}
     if use_recipes:
-        recipes = _find_recipes(planner, entries, recomputed)
-    reruns = _find_reruns(planner, entries, recipes, rerun)
-
-    def is_deferred(entry: tuple[int, int]) -> bool:
-        return entry in recipes or entry in reruns
-
-    in_input = {edge for edge, uses in entries.items() if not all(map(is_deferred, uses))}
-    # Asking the engine for an edge makes it run everything above, the deferred edges that lead
-    # there included. Where that happens, the whole group is computed in I, at its parameters.
-    reached = {edge: planner.downward(edge[0]) for edge in entries}
-    spoiled = {
-        group[edge[0]]
-        for edge in in_input
-        for other in entries
-        if other[0] != edge[0] and edge[0] in reached[other]
+        recipes = _find_recipes(regions, entries, recomputed)
+    reruns = _find_reruns(regions, entries, recipes, rerun)
+    in_input = {
+        edge
+        for edge, uses in entries.items()
+        if not all(use in recipes or use in reruns for use in uses)
     }
-    # What a checkpoint recomputes is there during I and gone at W.
-    spoiled |= {group[node] for node in group if saves_recomputed(graph.nodes[node])}
-    wanted: list[Edge] = []
-    kept_entries: dict[Edge, list[tuple[int, int]]] = {}
-    for edge, uses in entries.items():
-        if group[edge[0]] in spoiled:
-            continue
-        if edge in in_input:
-            wanted.append(edge)
-        else:
-            kept_entries[edge] = uses
-    wanted += [(leaf, 0) for leaf in planner.leaves if group.get(leaf) in spoiled]
-
+    spoiled = _spoiled(regions, graph, entries, group, in_input, hooked)
+    kept = {
+        edge: uses
+        for edge, uses in entries.items()
+        if edge not in in_input and group[edge[0]] not in spoiled
+    }
+    wanted = [edge for edge in entries if edge in in_input and group[edge[0]] not in spoiled]
+    wanted += [(leaf, 0) for leaf in regions.leaves if group.get(leaf) in spoiled]
+    plain = {edge: regions.plain_target(edge[0]) for edge in kept}
+    indirect = {
+        group[edge[0]]
+        for edge, uses in entries.items()
+        if group[edge[0]] not in spoiled
+        and edge[0] not in regions.leaf_set
+        and not (plain.get(edge) and all(use in recipes for use in uses))
+    }
     captures: dict[Edge, int] = {}
 
     def capture(edge: Edge) -> int:
         return captures.setdefault(edge, len(captures))
 
-    deferred: list[Deferred] = []
-    rerun_targets: dict[int, list[Edge]] = {}
-    for edge, uses in kept_entries.items():
-        plain = planner.plain_target(edge[0])
-        for node, operand in uses:
-            if (node, operand) in recipes:
-                recipe, from_checkpoint = recipes[node, operand]
-                leaf, transposed = plain if plain is not None else (None, False)
-                deferred.append(
-                    Deferred(
-                        node,
-                        operand,
-                        recipe,
-                        capture((node, 0)),
-                        edge,
-                        leaf,
-                        transposed,
-                        from_checkpoint,
-                    )
-                )
-            elif edge not in rerun_targets.setdefault(node, []):
-                rerun_targets[node].append(edge)
+    deferred = tuple(
+        _defer(node, operand, recipes[node, operand], capture((node, 0)), edge, plain[edge])
+        for edge, uses in kept.items()
+        for node, operand in uses
+        if (node, operand) in recipes
+    )
+    targets: dict[int, dict[Edge, None]] = {}
+    for edge, uses in kept.items():
+        for use in uses:
+            if use in reruns:
+                targets.setdefault(use[0], {})[edge] = None
     produced: dict[int, set[int]] = {}
-    for edges in (*planner.shape.children, planner.shape.roots):
+    for edges in (*regions.shape.children, regions.shape.roots):
         for child, output_nr in edges:
             produced.setdefault(child, set()).add(output_nr)
     later = tuple(
         Rerun(node, tuple((nr, capture((node, nr))) for nr in sorted(produced[node])), tuple(edges))
-        for node, edges in rerun_targets.items()
+        for node, edges in targets.items()
     )
     now = tuple(InInput(capture(edge), edge) for edge in wanted)
-    indirect = {
-        group[edge[0]]
-        for edge, uses in entries.items()
-        if group[edge[0]] not in spoiled
-        and edge[0] not in planner.leaf_set
-        and not (planner.plain_target(edge[0]) and all(use in recipes for use in uses))
-    }
-    spoiled_or_now = {edge[0] for edge in wanted}
-    reachable_later = (
-        set().union(*(reached[edge] for edge in kept_entries)) if kept_entries else set()
-    )
+    below_kept = regions.downward(edge[0] for edge in kept)
     return Plan(
         captures=tuple(captures),
-        deferred=tuple(deferred),
+        deferred=deferred,
         reruns=later,
         in_input=now,
+        turns=tuple({turn for target in plain.values() if target for turn in target.turns}),
         group=group,
-        in_place=frozenset(leaf for leaf in planner.leaves if group.get(leaf) not in indirect),
+        in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
         weight_only=frozenset(group),
-        leaves=planner.leaves,
-        leaf_set=planner.leaf_set,
-        deferred_leaves=frozenset(reachable_later & planner.leaf_set - spoiled_or_now),
+        leaves=regions.leaves,
+        leaf_set=regions.leaf_set,
+        deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),
     )
+
+
+def _defer(
+    node: int,
+    operand: int,
+    found: tuple[Recipe, bool],
+    capture: int,
+    edge: Edge,
+    plain: PlainTarget | None,
+) -> Deferred:
+    return Deferred(
+        node=node,
+        operand=operand,
+        recipe=found[0],
+        capture=capture,
+        target=edge,
+        leaf=plain.leaf if plain else None,
+        transposed=bool(plain and plain.transposed),
+        chained=bool(plain and plain.chained),
+        recomputed=found[1],
+    )
+
+
+def _spoiled(
+    regions: Regions,
+    graph: Graph,
+    entries: Mapping[Edge, list[Entry]],
+    group: Mapping[int, int],
+    in_input: set[Edge],
+    hooked: bool,
+) -> set[int]:
+    """Groups that are computed in I as a whole, at their parameters."""
+    # Asking the engine for an edge makes it run everything above, the deferred edges that lead
+    # there included.
+    below, bit = regions.reaches(edge[0] for edge in in_input)
+    spoiled = {group[node] for node, _ in entries if below[node] & ~bit.get(node, 0)}
+    # What a checkpoint recomputes is there during I and gone at W.
+    spoiled |= {group[node] for node in group if saves_recomputed(graph.nodes[node])}
+    if hooked:
+        spoiled |= {group[node] for node, _ in in_input if node not in regions.leaf_set}
+    return spoiled
 
 
 def _find_recipes(
-    planner: _Planner,
-    entries: dict[Edge, list[tuple[int, int]]],
+    regions: Regions,
+    entries: Mapping[Edge, list[Entry]],
     recomputed: Callable[[Any, Recipe], bool | None],
-) -> dict[tuple[int, int], tuple[Recipe, bool]]:
-    """(node, operand) → its recipe, and whether its activation is recomputed by a checkpoint."""
-    found: dict[tuple[int, int], tuple[Recipe, bool]] = {}
+) -> dict[Entry, tuple[Recipe, bool]]:
+    """Entry → its recipe, and whether its activation is recomputed by a checkpoint."""
+    found: dict[Entry, tuple[Recipe, bool]] = {}
     riders: list[tuple[int, int, Recipe]] = []
     for edge, uses in entries.items():
         for node, operand in uses:
-            recipe = RECIPES.get(planner.names[node], {}).get(operand) if node >= 0 else None
+            recipe = RECIPES.get(regions.names[node], {}).get(operand) if node >= 0 else None
             if recipe is None:
                 continue
             if recipe.rides_along:
-                if edge[0] in planner.leaf_set:
+                if edge[0] in regions.leaf_set:
                     riders.append((node, operand, recipe))
                 continue
-            from_checkpoint = recomputed(planner.nodes[node], recipe)
+            from_checkpoint = recomputed(regions.nodes[node], recipe)
             if from_checkpoint is not None:
                 found[node, operand] = recipe, from_checkpoint
     products = {node for node, _ in found}
@@ -386,35 +241,39 @@ def _find_recipes(
 
 
 def _find_reruns(
-    planner: _Planner,
-    entries: dict[Edge, list[tuple[int, int]]],
-    recipes: dict[tuple[int, int], tuple[Recipe, bool]],
+    regions: Regions,
+    entries: Mapping[Edge, list[Entry]],
+    recipes: Mapping[Entry, tuple[Recipe, bool]],
     rerun: Callable[[Any, str], bool],
-) -> set[tuple[int, int]]:
-    """(node, operand) pairs whose node can be run again at W without touching anything else.
+) -> set[Entry]:
+    """Entries whose node can be run again at W without touching anything else.
 
     The engine runs whatever lies between a node and the edges asked for. So no edge may be reached
     from the node in two ways: through another operand, or through another of its own targets.
     """
-    operands: dict[int, list[tuple[int, Edge]]] = {}
+    targets: dict[int, dict[int, Edge]] = {}  # node → operand → edge
+    by_recipe: dict[int, set[Edge]] = {}
     for edge, uses in entries.items():
         for node, operand in uses:
-            if node >= 0 and (node, operand) not in recipes:
-                operands.setdefault(node, []).append((operand, edge))
-    found: set[tuple[int, int]] = set()
-    for node, own in operands.items():
-        if not rerun(planner.nodes[node], planner.names[node]):
-            continue
-        targets = {edge for _, edge in own}
-        by_recipe = {
-            planner.shape.children[node][operand] for other, operand in recipes if other == node
-        }
-        alone = not targets & by_recipe and all(
-            edge[0] not in planner.downward(child)
-            for edge in targets
-            for child, nr in planner.shape.children[node]
+            if (node, operand) in recipes:
+                by_recipe.setdefault(node, set()).add(edge)
+            elif node >= 0:
+                targets.setdefault(node, {})[operand] = edge
+    targets = {
+        node: own
+        for node, own in targets.items()
+        if rerun(regions.nodes[node], regions.names[node])
+    }
+    below, bit = regions.reaches(edge[0] for own in targets.values() for edge in own.values())
+    found: set[Entry] = set()
+    for node, own in targets.items():
+        edges = set(own.values())
+        alone = not edges & by_recipe.get(node, set()) and not any(
+            below[child] & bit[edge[0]]
+            for edge in edges
+            for child, nr in regions.shape.children[node]
             if child >= 0 and (child, nr) != edge
         )
         if alone:
-            found |= {(node, operand) for operand, _ in own}
+            found |= {(node, operand) for operand in own}
     return found

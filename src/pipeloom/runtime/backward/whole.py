@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.method import (
     Choice,
     Gradients,
@@ -16,13 +17,13 @@ from pipeloom.runtime.backward.method import (
     SavedMicrobatch,
     hold_roots,
 )
-from pipeloom.runtime.backward.phases import enter_phase
+from pipeloom.runtime.backward.phases import enter_phase, where
 
 __all__ = ["UserWeightBackward", "WholeBackward", "output_roots", "run_full"]
 
 
 def output_roots(
-    outputs: Sequence[Root], output_grads: Sequence[Tensor | None] | None
+    outputs: Sequence[Root], output_grads: Sequence[Tensor | None] | None, *, place: str = ""
 ) -> tuple[list[int], list[Tensor]]:
     """Which outputs the backward starts from, and their gradients.
 
@@ -34,6 +35,11 @@ def output_roots(
     ([0], [tensor([1., 1.])])
     """
     if output_grads is None:
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise BackwardError(
+                f"{place}: without gradients for them, outputs are losses, but one is "
+                "not a scalar; return its mean or its sum, or give the gradients of all outputs"
+            )
         losses = [
             (index, output)
             for index, output in enumerate(outputs)
@@ -49,9 +55,15 @@ def output_roots(
     return positions, grads
 
 
-def run_full(saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None) -> Gradients:
+def run_full(
+    saved: SavedMicrobatch,
+    output_grads: Sequence[Tensor | None] | None,
+    *,
+    stage: int | None,
+) -> Gradients:
     """An ordinary backward; ``.grad`` of the inputs stays as it was."""
-    positions, grads = output_roots(saved.outputs, output_grads)
+    place = where(stage, saved.microbatch)
+    positions, grads = output_roots(saved.outputs, output_grads, place=place)
     outputs: Any = [saved.outputs[index] for index in positions]
     inputs = saved.inputs
     saved.release_graph()
@@ -86,13 +98,13 @@ class WholeBackward:
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "B", self.stage)
-        return run_full(saved, output_grads)
+        return run_full(saved, output_grads, stage=self.stage)
 
     def input(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "I", self.stage)
-        return run_full(saved, output_grads)
+        return run_full(saved, output_grads, stage=self.stage)
 
     def weight(self, saved: SavedMicrobatch) -> None:
         enter_phase(saved, "W", self.stage)

@@ -1,0 +1,229 @@
+"""Which part of an autograd graph carries data, and which leads to parameters alone.
+
+::
+
+      output                          data          weight-only
+        │
+    Addmm ───edge 2──► T ──► weight   Addmm         T, weight
+        │╲──edge 0──────────► bias                  bias
+      input
+
+An *entry* is an operand of the first kind that leads to the second: there a weight enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipeloom.runtime.backward.recipes import RECIPES, signed
+from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, is_accumulate
+
+__all__ = ["Entry", "PlainTarget", "Regions", "Turn"]
+
+# Nodes with one operand whose gradient is a view or a cast of theirs: what lies between a
+# parameter and the product that uses it.
+CHAIN_TYPES = frozenset(
+    {
+        "AliasBackward0",
+        "CloneBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+
+Entry = tuple[int, int]  # a data node and the operand that enters; -1: an output
+Turn = tuple[int, int, int]  # a transposition's node and its two dimensions, as saved
+
+
+class PlainTarget(NamedTuple):
+    """A parameter with nothing but transpositions and casts between it and its use."""
+
+    leaf: int
+    transposed: bool  # seen transposed in its last two dimensions
+    chained: bool  # anything lies between
+    turns: tuple[Turn, ...]
+
+
+class Regions:
+    """Which nodes of one graph are data, which lead to parameters only, and how."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = graph.nodes
+        self.shape: GraphShape = graph.shape
+        self.names = [kind.__name__ for kind in graph.shape.types]
+        self.parents: list[list[int]] = [[] for _ in self.names]
+        for parent, edges in enumerate(self.shape.children):
+            for child, _ in edges:
+                if child >= 0:
+                    self.parents[child].append(parent)
+        self.inputs = {index for index in self.shape.inputs if index >= 0}
+        self.leaves = tuple(
+            index
+            for index, node in enumerate(self.nodes)
+            if is_accumulate(node) and index not in self.inputs
+        )
+        self.leaf_set = frozenset(self.leaves)
+        self.data = self.find_data()
+
+    # ── which nodes are data ─────────────────────────────────────────────────────────────────────
+
+    def find_data(self) -> set[int]:
+        """Nodes on the way from the outputs to the inputs.
+
+        Where an output reaches no input (the first stage, whose tokens need no gradient), what lies
+        below it counts as data up to the plain chains that lead to parameters: there too, I passes
+        through the activations and frees them.
+        """
+        data = self.upward(self.inputs)
+        started = [root for root, _ in self.shape.roots if root not in data]
+        below: set[int] = set()
+        while started:
+            node = started.pop()
+            if node in below or self.chain(node) is not None:
+                continue
+            below.add(node)
+            weights = self.weight_operands(node)
+            started += [
+                child
+                for operand, (child, _) in enumerate(self.shape.children[node])
+                if child >= 0 and operand not in weights
+            ]
+        return self.upward(data | below)
+
+    def upward(self, start: Iterable[int]) -> set[int]:
+        found = set(start)
+        todo = list(found)
+        while todo:
+            for parent in self.parents[todo.pop()]:
+                if parent not in found:
+                    found.add(parent)
+                    todo.append(parent)
+        return found
+
+    def downward(self, start: Iterable[int]) -> set[int]:
+        found = set(start)
+        todo = list(found)
+        while todo:
+            for child, _ in self.shape.children[todo.pop()]:
+                if child >= 0 and child not in found:
+                    found.add(child)
+                    todo.append(child)
+        return found
+
+    def reaches(self, targets: Iterable[int]) -> tuple[list[int], dict[int, int]]:
+        """For every node a set of the targets below it or at it, and each target's place in it.
+
+        The sets are the bits of integers, so that thousands of targets cost no more than a few
+        machine words a node.
+        """
+        bit = {target: 1 << place for place, target in enumerate(dict.fromkeys(targets))}
+        below = [bit.get(node, 0) for node in range(len(self.names))]
+        for node in self.children_first():
+            for child, _ in self.shape.children[node]:
+                if child >= 0:
+                    below[node] |= below[child]
+        return below, bit
+
+    def children_first(self) -> list[int]:
+        """Every node after all that it leads to."""
+        num_open = [sum(child >= 0 for child, _ in edges) for edges in self.shape.children]
+        order = [node for node, count in enumerate(num_open) if not count]
+        for node in order:  # grows while it is walked
+            for parent in self.parents[node]:
+                num_open[parent] -= 1
+                if not num_open[parent]:
+                    order.append(parent)
+        return order
+
+    def weight_operands(self, node: int) -> set[int]:
+        """Operands that hold a weight because the product's other operand needs no gradient."""
+        edges = self.shape.children[node]
+        return {
+            operand
+            for operand, recipe in RECIPES.get(self.names[node], {}).items()
+            if recipe.partner is not None
+            and operand < len(edges)
+            and edges[operand][0] >= 0
+            and edges[recipe.partner][0] < 0
+        }
+
+    def chain(self, node: int) -> list[int] | None:
+        """The nodes from here to a parameter if nothing but views and casts lies between."""
+        passed: list[int] = []
+        while node not in self.leaf_set:
+            below = [child for child, _ in self.shape.children[node] if child >= 0]
+            if self.names[node] not in CHAIN_TYPES or len(below) != 1:
+                return None
+            passed.append(node)
+            node = below[0]
+        return [*passed, node]
+
+    # ── how a chain changes the gradient ─────────────────────────────────────────────────────────
+
+    def plain_target(self, child: int) -> PlainTarget | None:
+        """The parameter below, for the chains that gradients are added through."""
+        chain = self.chain(child)
+        if chain is None:
+            return None
+        *passed, leaf = chain
+        parameter = self.nodes[leaf].variable
+        transposed = False
+        turns: list[Turn] = []
+        for index in passed:
+            if self.names[index] == "TBackward0":
+                transposed = not transposed
+            elif self.names[index] == "TransposeBackward0":
+                node = self.nodes[index]
+                dims = {signed(node._saved_dim0), signed(node._saved_dim1)}
+                if {dim % parameter.dim() for dim in dims} != {
+                    parameter.dim() - 1,
+                    parameter.dim() - 2,
+                }:
+                    return None
+                turns.append((index, node._saved_dim0, node._saved_dim1))
+                transposed = not transposed
+            elif self.names[index] != "ToCopyBackward0":
+                return None
+        return PlainTarget(leaf, transposed, bool(passed), tuple(turns))
+
+    # ── the plan ─────────────────────────────────────────────────────────────────────────────────
+
+    def entries(self) -> dict[Edge, list[Entry]]:
+        """Weight-only edge → the (data node, operand) pairs that enter it."""
+        found: dict[Edge, list[Entry]] = {}
+        for node in sorted(self.data):
+            for operand, edge in enumerate(self.shape.children[node]):
+                if edge[0] >= 0 and edge[0] not in self.data:
+                    found.setdefault(edge, []).append((node, operand))
+        for edge in self.shape.roots:  # an output made of parameters alone
+            if edge[0] not in self.data:
+                found.setdefault(edge, []).append((-1, 0))
+        return found
+
+    def groups(self, entries: Iterable[Edge]) -> dict[int, int]:
+        """Weight-only nodes that hang together, numbered."""
+        members: dict[int, int] = {}
+        for start, _ in entries:
+            if start in members:
+                continue
+            todo, group = [start], len(members)
+            while todo:
+                node = todo.pop()
+                if node in members:
+                    continue
+                members[node] = group
+                todo += [c for c, _ in self.shape.children[node] if c >= 0]
+                todo += [p for p in self.parents[node] if p not in self.data]
+        return members
