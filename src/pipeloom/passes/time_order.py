@@ -30,6 +30,7 @@ from pipeloom.ir.products import (
 )
 from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.schedule import Schedule
+from pipeloom.verify.soundness import is_misshapen
 
 _WORK = frozenset({OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 
@@ -72,6 +73,8 @@ def walk_in_time_order(schedule: Schedule) -> Iterator[Instant]:
     [1B1] [0B1]
     [0B1] []
     """
+    if is_misshapen(schedule):
+        _raise_invalid(schedule)
     numbers = ProductNumbers(schedule.dependencies)
     rows = [list(_place(schedule, rank, numbers)) for rank in range(schedule.num_ranks)]
     produced = bytearray(numbers.count)

@@ -27,6 +27,7 @@ from pipeloom.ir.timeline import Span, Timeline
 from pipeloom.simulate.analysis import analyse_graph
 from pipeloom.simulate.build_graph import Channel, Communication, Sends, build_graph
 from pipeloom.simulate.graph import NONE, CannotProceed, EventGraph, find_times
+from pipeloom.verify.soundness import is_misshapen
 
 
 def simulate(
@@ -55,6 +56,7 @@ def simulate(
     >>> timeline.makespan, timeline.span, timeline.bubble_makespan
     (9.0, 9.0, 0.33333333333333337)
     """
+    _refuse_misshapen(schedule)
     bound = bind_costs(schedule, costs, speeds)
     limit = None if memory is None else parse_memory(memory, bound.memory_unit)
     with paused_garbage_collection():
@@ -98,6 +100,7 @@ def find_makespan(
     communication: Communication = "overlapped",
 ) -> float:
     """The makespan alone: several times as fast as :func:`simulate`, for searching."""
+    _refuse_misshapen(schedule)
     bound = bind_costs(schedule, costs)
     with paused_garbage_collection():
         graph, _, ends, _ = _walk(bound, sends, channel, communication)
@@ -121,6 +124,13 @@ def bind_costs(
         checked = replace(UNIT_COSTS, speeds=speeds).speeds
         bound = replace(bound, speeds=expand_speeds(checked, schedule.num_ranks))
     return bound
+
+
+def _refuse_misshapen(schedule: Schedule) -> None:
+    from pipeloom.verify.verifier import verify
+
+    if is_misshapen(schedule):
+        verify(schedule).raise_for_errors()
 
 
 def _walk(

@@ -45,6 +45,29 @@ class SoundRows(NamedTuple):
     violations: list[Violation]
 
 
+def is_misshapen(schedule: Schedule) -> bool:
+    """True if a schedule's parts are made for different shapes, which those who count ranks, stages
+    and microbatches cannot even begin to walk. The verifier says what is wrong with it.
+
+    >>> from pipeloom.ir.notation import parse_grid
+    >>> is_misshapen(parse_grid("0F0\\n1F0"))
+    False
+    """
+    return (
+        len(schedule.actions) != schedule.num_ranks
+        or schedule.placement.num_stages != schedule.num_stages
+        or schedule.num_microbatches < 1
+        or has_too_few_actions(schedule)
+    )
+
+
+def has_too_few_actions(schedule: Schedule) -> bool:
+    """True for a number of microbatches that no machine could list, and that the few actions cannot
+    reach by far."""
+    num_actions = sum(map(len, schedule.actions))
+    return schedule.num_microbatches * schedule.num_stages > max(MOST_PRODUCTS, 10 * num_actions)
+
+
 def find_sound_actions(schedule: Schedule) -> SoundRows:
     """Sort out the actions that no program of this shape can have."""
     return _Sorter(schedule).sort()
@@ -73,12 +96,11 @@ class _Sorter:
         self.first_message: Place | None = None
 
     def find_num_microbatches(self) -> int:
-        """The number to check against. One that no machine could list, and that the few actions
-        cannot reach by far, is reported and cut down."""
+        """The number to check against. One that is far too large is reported and cut down."""
         claimed, num_stages = self.schedule.num_microbatches, self.topology.num_stages
-        num_actions = sum(map(len, self.schedule.actions))
-        if claimed * num_stages <= max(MOST_PRODUCTS, 10 * num_actions):
+        if not has_too_few_actions(self.schedule):
             return max(claimed, 0)
+        num_actions = sum(map(len, self.schedule.actions))
         self.report(
             "TOO_FEW_ACTIONS",
             f"{num_actions} actions cannot run {claimed} microbatches through {num_stages} stages",
@@ -138,6 +160,14 @@ class _Sorter:
                     f"give rank {rank} its row, or place its stages elsewhere",
                     rank,
                 )
+            )
+        idle = [r for r in range(len(schedule.actions), num_ranks) if r not in absent]
+        for first, last in runs_of(idle):
+            ranks = f"rank {first}" if first == last else f"ranks {first}..{last}"
+            self.report(
+                "MISSING_RANK",
+                f"the placement has {ranks}, for which there is no row",
+                "give a rank without stages an empty row, or make the placement for fewer ranks",
             )
         return SoundRows(
             tuple(rows),

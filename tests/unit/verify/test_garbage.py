@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Kind, fuse
 from pipeloom.ir.notation import parse_grid
 from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
+from pipeloom.passes.pipeline import lower
+from pipeloom.simulate.engine import simulate
 from pipeloom.verify.deadlock import CHANNELS, SENDS
 from pipeloom.verify.verifier import verify
 
@@ -63,6 +67,8 @@ def test_garbage_among_the_actions(garbage: Any, position: int) -> None:
         (replace(RIGHT, actions=()), "MISSING_RANK"),
         (replace(RIGHT, actions=((), ())), "MISSING_RANK"),
         (replace(RIGHT, actions=RIGHT.actions * 3), "UNKNOWN_RANK"),
+        (replace(RIGHT, placement=Placement((0, 1), 3)), "MISSING_RANK"),
+        (replace(RIGHT, placement=Placement((0, 1), 10**6)), "MISSING_RANK"),
         (replace(RIGHT, placement=Placement((), 0)), "STAGE_ON_NO_RANK"),
         (replace(RIGHT, placement=Placement((0,), 2)), "STAGE_ON_NO_RANK"),
         (replace(RIGHT, placement=Placement((None, None), 2)), "STAGE_ON_NO_RANK"),
@@ -77,6 +83,10 @@ def test_shapes_that_do_not_fit(broken: Schedule, code: str) -> None:
     report = verify(broken)
     assert code in report.codes
     assert code in str(report)
+    # Whoever is handed such a schedule either needs nothing of what is wrong, or says so.
+    for use in (simulate, lower):
+        with suppress(ScheduleError):
+            use(broken)
 
 
 def test_a_large_gap_in_the_microbatches_is_said_in_few_words() -> None:
