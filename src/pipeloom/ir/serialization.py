@@ -171,6 +171,15 @@ def schedule_from_json(text: str, *, source: str = "the JSON") -> Schedule:
         raise ParseError(f"{source}: {error}") from error
 
 
+def _can_be_written(text: str) -> bool:
+    """False for half a character, which JSON can spell and no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _Reader:
     """Takes fields out of JSON objects and collects what is wrong with them."""
 
@@ -182,6 +191,8 @@ class _Reader:
         value: Any = data.get(key, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.problems.append(f'"{key}" must be {kind.__name__}, not {value!r}')
+        elif isinstance(value, str) and not _can_be_written(value):
+            self.problems.append(f'"{key}" must be text that can be written, not {value!a}')
         elif isinstance(value, int) and not 0 <= value <= LARGEST_NUMBER + 1:
             self.problems.append(
                 f'"{key}" must be a number from 0 to {LARGEST_NUMBER + 1}, not {value!r}'

@@ -139,6 +139,7 @@ def changed(**fields: Any) -> str:
         (changed(microbatches=-1), '"microbatches" must be a number from 0'),
         (changed(microbatches=10**12), '"microbatches" must be a number from 0 to 1000000'),
         (changed(name=3), '"name" must be str'),
+        (changed(name="\ud800"), r"must be text that can be written, not '\ud800'"),
         (changed(placement=None), '"placement" must be an object'),
         (changed(placement={"ranks": 2, "rank_of_stage": [0, -1]}), '"rank_of_stage" must be'),
         (changed(placement={"ranks": 1, "rank_of_stage": [0, 1]}), "stage 1 on rank 1"),
