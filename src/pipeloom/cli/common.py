@@ -21,6 +21,14 @@ from pipeloom.errors import ParseError, PipeloomError, ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import load_schedule
 
+#: What has an argument of its own.
+_FLAGS = {
+    "name": "NAME",
+    "ranks": "-r RANKS",
+    "microbatches": "-m MICROBATCHES",
+    "chunks": "--chunks CHUNKS",
+}
+
 SCHEDULE_SUFFIXES = (".csv", ".json")
 
 
@@ -163,6 +171,8 @@ def parse_options(settings: Iterable[str]) -> dict[str, Any]:
         key = key.strip()
         if not equals or not key.isidentifier():
             raise ParseError(f"--option {setting}: write it as key=value")
+        if key in _FLAGS:
+            raise ParseError(f"--option {setting}: {key} is no option; write {_FLAGS[key]}")
         if key in options:
             raise ParseError(f"--option {key} is given twice")
         options[key] = _read_value(text.strip())

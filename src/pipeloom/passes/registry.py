@@ -90,7 +90,7 @@ def make_pass(item: str | Callable[..., Schedule], **arguments: Any) -> Pass:
         if item not in PASS_NAMES:
             near = get_close_matches(item, PASS_NAMES, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ScheduleError(f"no pass is named {item!r}{hint} Known: {', '.join(PASS_NAMES)}")
+            raise ScheduleError(f"no pass is named {item!r}{hint}; known: {', '.join(PASS_NAMES)}")
         item = getattr(import_module(f"pipeloom.passes.{item}"), item)
     assert callable(item)
     step = Pass(getattr(item, "__name__", type(item).__name__), item, arguments)

@@ -104,6 +104,11 @@ def _as_model(costs: Costs | None) -> CostModel:
     if costs is None:
         return UNIT_COSTS
     if not isinstance(costs, Mapping):
+        if not hasattr(costs, "bind"):
+            raise CostFileError(
+                f"costs must be a cost model or a mapping with its fields, not {costs!r}; for "
+                'example {"forward": 1, "input": 1, "weight": 1}'
+            )
         return costs
     per_stage = any(isinstance(value, (list, tuple)) for value in costs.values())
     try:

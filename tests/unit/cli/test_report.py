@@ -52,11 +52,14 @@ def test_a_schedule_is_simulated_and_json_says_what_was_written() -> None:
 def test_all_bad_files_are_reported_at_once() -> None:
     Path("bad.json").write_text('{"pipeloom": "timeline"}')
     Path("text.json").write_text("no json")
+    Path("number.json").write_text("1" * 5000)
     make_small_timeline().save("good.json")
-    _, err = pipeloom("report", "nothing.json", "bad.json", "good.json", "text.json", status=2)
+    files = [f"{name}.json" for name in ("nothing", "bad", "good", "text", "number")]
+    _, err = pipeloom("report", *files, status=2)
     assert "nothing.json cannot be read" in err
     assert "bad.json" in err
     assert "text.json is not JSON" in err
+    assert "number.json is not JSON" in err
     assert not Path("report.html").exists()
 
 

@@ -196,6 +196,42 @@ def test_names_of_the_library_cannot_be_taken() -> None:
         USER_SCHEDULES.remove("nobody")
 
 
+def test_arguments_need_not_be_keyword_only_to_be_options() -> None:
+    @register_schedule("deep")
+    def deep(ranks: int, microbatches: int, depth: int = 3) -> Schedule:
+        assert depth == 4
+        return parse_grid("0F0 0B0\n1F0 1B0")
+
+    assert [str(option) for option in deep.entry.options] == ["depth: int = 3"]
+    assert build_schedule("deep", ranks=2, microbatches=1, depth=4).name == "deep"
+
+
+def test_what_a_function_makes_is_what_was_asked_for() -> None:
+    register_schedule("pair")(two_ranks)
+    with pytest.raises(
+        ScheduleError, match="asked for 4 ranks and 8 microbatches and made 2 and 1;"
+    ):
+        build_schedule("pair", ranks=4, microbatches=8)
+
+    @register_schedule
+    def forgetful(*, ranks: int, microbatches: int) -> Schedule:
+        return None  # type: ignore[return-value]
+
+    with pytest.raises(ScheduleError, match="forgetful returned None, not a Schedule"):
+        build_schedule("forgetful", ranks=2, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    [("gpipe", 2, 10**9), ("zb_h2", 10**9, 2), ("interleaved_1f1b", 7, 10**12)],
+)
+def test_numbers_that_no_machine_could_hold_are_refused_at_once(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    with pytest.raises(ScheduleError, match="forwards, which is more than 10000000"):
+        build_schedule(name, ranks=ranks, microbatches=microbatches)
+
+
 def test_functions_that_take_no_shape_are_refused() -> None:
     with pytest.raises(ScheduleError, match="it lacks microbatches"):
 
