@@ -11,6 +11,7 @@ that of the schedule alone.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
@@ -29,6 +30,8 @@ class Construction:
     """What building one schedule took, in a process of its own."""
 
     seconds: float
+    cpu_seconds: float
+    """Of the one thread that does it: what it takes however busy the machine is."""
     peak_bytes: int
     """Highest resident size of the process, torch itself included."""
     bytes_before: int
@@ -79,13 +82,15 @@ def construct(
     import torch.distributed.pipelining  # noqa: F401
 
     before = _peak_bytes()
-    start = time.perf_counter()
+    gc.collect()
+    start, cpu_start = time.perf_counter(), time.process_time()
     schedule = build_torch_schedule(
         schedule_class, num_ranks=num_ranks, num_microbatches=num_microbatches, chunks=chunks
     )
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     return Construction(
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         peak_bytes=_peak_bytes(),
         bytes_before=before,
         num_compute_actions=sum(
@@ -101,30 +106,26 @@ def construct_apart(
     num_ranks: int,
     num_microbatches: int,
     chunks: int,
-    repeats: int = 1,
 ) -> Construction:
-    """The fastest of `repeats` constructions, each in a fresh process so that memory is its own."""
+    """One construction in a fresh process, so that its memory is its own."""
     command = [
         *(sys.executable, str(Path(__file__).resolve()), schedule_class),
         *("--ranks", str(num_ranks)),
         *("--microbatches", str(num_microbatches)),
         *("--chunks", str(chunks)),
     ]
-    runs = []
-    for _ in range(repeats):
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        runs.append(Construction(**json.loads(result.stdout)))
-    return min(runs, key=lambda run: run.seconds)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Construction(**json.loads(result.stdout))
 
 
-def construct_interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> float:
-    """Seconds torch takes for its interleaved 1F1B of this shape, in a process of its own."""
+def construct_interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Construction:
+    """What torch takes for its interleaved 1F1B of this shape, in a process of its own."""
     return construct_apart(
         "ScheduleInterleaved1F1B",
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         chunks=chunks,
-    ).seconds
+    )
 
 
 def _peak_bytes() -> int:
