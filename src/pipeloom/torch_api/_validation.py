@@ -20,7 +20,7 @@ from pipeloom.torch_api._actions import (
 from pipeloom.torch_api._lowering import parts_of
 
 
-def _format_pipeline_order(order: Order, error_step_number: int | None = None) -> str:
+def _format_pipeline_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
     """The order as a grid, a row a step and a column a rank; a step can be marked as wrong.
 
     >>> order = {0: [_Action(0, FORWARD, 0)], 1: [_Action(1, FORWARD, 0)]}
@@ -29,7 +29,8 @@ def _format_pipeline_order(order: Order, error_step_number: int | None = None) -
     Step 0: 0F0    1F0    <-- ERROR HERE
     """
     columns = [
-        ["" if action is None else str(action) for action in order[rank]] for rank in sorted(order)
+        ["" if action is None else str(action) for action in pipeline_order[rank]]
+        for rank in sorted(pipeline_order)
     ]
     num_steps = max(map(len, columns), default=0)
     digits = len(str(num_steps - 1))
@@ -142,7 +143,7 @@ class _Check:
                 for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
             if num_f != expected:
-                yield f"Got {num_f} {FORWARD} microbatches for stage {stage}, expected {expected}"
+                yield f"Got {num_f} {FORWARD.value} microbatches for stage {stage}, expected {expected}"
             if num_i != num_w:
                 yield (
                     f"Invalid backward microbatches for stage {stage}: I and W must have equal "
