@@ -181,9 +181,15 @@ class Programs:
         if not schedule.has_communication:
             # A program that does not run is told so on what the user gave, not on what became of it
             verify(schedule, **self._model).raise_for_errors()
-            if self._sharded and not schedule.sharded_stages:
-                schedule = lower(schedule, shard=self._sharded)
-            else:
-                schedule = lower(schedule)
+            shard = bool(self._sharded) and not schedule.sharded_stages
+            # Early: a message travels once its receive is posted, so it does while the receiver
+            # still computes. One computation ahead is one buffer more per edge, whatever M is.
+            schedule = lower(
+                schedule,
+                shard=self._sharded if shard else False,
+                receives="early",
+                receive_lookahead=1,
+                **self._model,
+            )
         verify(schedule, **self._model).raise_for_errors()
         return schedule
