@@ -16,7 +16,7 @@ from pipeloom.errors import MissingExtraError
 def run(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SUITE]...", help="Only these; all of them without."),
+        typer.Argument(metavar="SUITE", help="Only these; all of them without."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller and less exact: minutes instead of an hour.")

@@ -54,7 +54,7 @@ def run(
     name_or_file: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME|FILE]", help="A schedule of the library, or a .csv or .json file."
+            metavar="NAME|FILE", help="A schedule of the library, or a .csv or .json file."
         ),
     ] = "zbv",
     ranks: Annotated[
