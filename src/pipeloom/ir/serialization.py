@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pipeloom.errors import ParseError, ScheduleError
 from pipeloom.ir.notation import LARGEST_NUMBER, format_csv, parse_csv, parse_rows
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.questions import simple_actions
 from pipeloom.ir.schedule import Schedule, make_schedule
 from pipeloom.ir.topology import Topology
 
@@ -50,6 +51,12 @@ def load_schedule(path: str | Path, *, topology: TopologyName | Topology | None 
         return schedule_from_json(text, source=str(path))
     rows = parse_csv(text, source=str(path))
     schedule = make_schedule(rows, name=path.stem)
+    if topology is None and _looks_bidirectional(schedule):
+        warnings.warn(
+            f"{path}: its two halves of stages share no microbatches, as in a bidirectional "
+            "schedule; if it is one, say topology bidirectional",
+            stacklevel=2,
+        )
     if topology is None or topology == "chain":
         return schedule
     if topology == "bidirectional":
@@ -64,6 +71,20 @@ def load_schedule(path: str | Path, *, topology: TopologyName | Topology | None 
             f"topology must be 'chain', 'bidirectional' or a Topology, not {topology!r}"
         )
     return make_schedule(rows, name=path.stem, topology=topology)
+
+
+def _looks_bidirectional(schedule: Schedule) -> bool:
+    """True if the stages that would begin two chains see different microbatches. In a chain every
+    stage sees all."""
+    middle, odd = divmod(schedule.num_stages, 2)
+    if odd:
+        return False
+    seen: dict[int | None, set[int]] = {0: set(), middle: set()}
+    for action in schedule.all_actions():
+        for _, stage, microbatch, _, _ in simple_actions(action):
+            if stage in seen and microbatch is not None:
+                seen[stage].add(microbatch)
+    return bool(seen[0]) and bool(seen[middle]) and seen[0].isdisjoint(seen[middle])
 
 
 def save_schedule(schedule: Schedule, path: Path) -> Path:

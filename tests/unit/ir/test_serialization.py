@@ -15,6 +15,8 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.serialization import load_schedule, schedule_from_json, schedule_to_json
 from pipeloom.ir.topology import Topology
+from pipeloom.passes.pipeline import lower
+from pipeloom.schedules.registry import build_schedule
 
 CHAIN = parse_grid("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1", name="chain")
 TWO_CHAINS = parse_grid(
@@ -72,6 +74,22 @@ def test_csv_of_anything_else_warns_and_says_how_to_load_it(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match=r"save it as \.json"):
         path = SKIP.save(tmp_path / "skip.csv")
     assert load_schedule(path, topology=SKIP.topology) == SKIP
+
+
+def test_a_bidirectional_csv_taken_for_a_chain_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    for name in ("chimera", "dualpipe"):
+        for lowered in (False, True):
+            two = build_schedule(name, ranks=4, microbatches=8)
+            two = lower(two) if lowered else two
+            with pytest.warns(UserWarning, match="does not say the topology"):
+                two.save(path)
+            with pytest.warns(UserWarning, match="if it is one, say topology bidirectional"):
+                load_schedule(path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert load_schedule(path, topology="bidirectional") == two
+                load_schedule(path, topology="chain")
 
 
 def test_communication_is_recognised(tmp_path: Path) -> None:
