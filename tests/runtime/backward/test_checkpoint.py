@@ -20,7 +20,8 @@ from tests.runtime.backward.harness import (
     run_forward,
     run_split,
 )
-from tests.runtime.backward.zoo import DTYPE, WIDTH, Checkpointed, build, feed
+from tests.runtime.backward.stages import WIDTH, Checkpointed
+from tests.runtime.backward.zoo import DTYPE, build, feed
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,8 @@ from tests.runtime.backward.harness import (
     assert_same_parameters,
     run_split,
 )
-from tests.runtime.backward.zoo import DTYPE, WIDTH, feed
+from tests.runtime.backward.stages import WIDTH
+from tests.runtime.backward.zoo import DTYPE, feed
 
 torch.set_num_threads(1)
 

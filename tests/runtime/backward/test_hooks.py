@@ -19,7 +19,8 @@ from tests.runtime.backward.harness import (
     run_forward,
     run_split,
 )
-from tests.runtime.backward.zoo import DTYPE, WIDTH, build, feed
+from tests.runtime.backward.stages import WIDTH
+from tests.runtime.backward.zoo import DTYPE, build, feed
 
 torch.set_num_threads(1)
 

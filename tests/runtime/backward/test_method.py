@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -11,9 +12,15 @@ from torch import Tensor, nn
 
 from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward import SplitBackwardWarning, choose_method
-from tests.runtime.backward.harness import accumulate, fresh, run_forward
+from tests.runtime.backward.harness import (
+    accumulate,
+    assert_same_parameters,
+    fresh,
+    run_forward,
+)
 from tests.runtime.backward.memory import bytes_saved_by_forward
-from tests.runtime.backward.zoo import DTYPE, WIDTH, Block, build, feed
+from tests.runtime.backward.stages import WIDTH, Block
+from tests.runtime.backward.zoo import DTYPE, build, feed
 
 torch.set_num_threads(1)
 
@@ -203,12 +210,52 @@ def test_parameters_that_the_graph_does_not_show_are_named_and_the_stage_stays_w
     backward = choose_method(module, stage=6)
     [leaf] = fresh([x])
     y = module(leaf)
+    saved = backward.save(microbatch=0, inputs=[leaf], outputs=[y])
     with pytest.warns(SplitBackwardWarning, match=r"stage 6, microbatch 0: .*inner\.weight"):
-        saved = backward.save(microbatch=0, inputs=[leaf], outputs=[y])
-    backward.input(saved, truth.output_grads[0])
+        backward.input(saved, truth.output_grads[0])
     backward.weight(saved)
     for mine, theirs in zip(module.parameters(), truth.module.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_hidden_parameters_raise_when_strict_before_anything_has_run() -> None:
+    module = HiddenParameters().to(DTYPE)
+    backward = choose_method(module, strict=True)
+    with pytest.raises(BackwardMethodError, match=r"may hide them.*inner\.weight"):
+        run_forward(backward, module, feed("mlp"), 0)
+    assert all(p.grad is None for p in module.parameters())
+
+
+class UnusedBeside(nn.Module):
+    """A custom Function that hides nothing, and a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.unused = build("custom function"), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("had_gradient", [False, True])
+def test_parameters_that_are_just_not_used_cost_one_whole_backward(had_gradient: bool) -> None:
+    module = UnusedBeside().to(DTYPE)
+    if had_gradient:
+        module.unused.weight.grad = torch.ones_like(module.unused.weight)
+    batches = [feed("mlp") for _ in range(3)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    methods = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SplitBackwardWarning)
+        for index, inputs in enumerate(batches):
+            saved = run_forward(backward, module, inputs, index)
+            backward.input(saved, truth.output_grads[index])
+            methods.append(backward.choice.method)
+            backward.weight(saved)
+    assert methods == ["whole", "deferred", "deferred"]
+    assert {"function.head.weight", "function.head.bias"} == set(backward.choice.deferred)
+    assert_same_parameters(module, truth.module)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ tensor hooks, accumulation and post-accumulate hooks run as in any backward::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ def add_weight_gradients(pending: Pending) -> None:
     plan = pending.plan
     roots: dict[int, list[tuple[Edge, Tensor]]] = {}
     arrived = pending.passed
-    targets = _targets(pending)
+    targets = _targets(pending, plan.in_place)
 
     def send(edge: Edge, grad: Tensor) -> None:
         roots.setdefault(plan.group[edge[0]], []).append((edge, grad))
@@ -126,7 +126,7 @@ def add_weight_gradients(pending: Pending) -> None:
     # Later layers first, as a backward would: reducers fill their buckets in that order.
     for position, product in enumerate(pending.products):
         use = product.use
-        parameter = targets.get(use.leaf) if use.leaf is not None else None
+        parameter = targets.get(use.leaf)
         if parameter is None:
             send(use.target, use.recipe.compute(product.grad, product.operands, False))
         else:
@@ -160,9 +160,11 @@ def add_early(pending: Pending, nodes: frozenset[int]) -> None:
     if not nodes:
         return
     staying: list[Product] = []
-    targets = _targets(pending)
+    uses = [product.use for product in pending.products if product.use.node in nodes]
+    leaves = {use.leaf for use in uses if use.leaf is not None}
+    targets = _targets(pending, leaves & pending.plan.in_place)
     for product in pending.products:
-        parameter = targets.get(product.use.leaf) if product.use.leaf is not None else None
+        parameter = targets.get(product.use.leaf)
         if product.use.node in nodes and parameter is not None:
             _add_product(parameter, product)
             pending.passed[id(parameter)] = parameter
@@ -213,17 +215,18 @@ def _run_again(
 # ── in place ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _targets(pending: Pending) -> dict[int, Tensor | None]:
-    """The parameters that nothing of this microbatch must reach through the engine.
+def _targets(pending: Pending, leaves: Iterable[int]) -> dict[int | None, Tensor | None]:
+    """The parameters, of those at ``leaves``, that nothing must reach through the engine.
 
     All or nothing: who listens at a parameter's place in the graph is to be told once.
     """
-    targets = {leaf: _target(pending.nodes[leaf].variable) for leaf in pending.plan.in_place}
+    targets: dict[int | None, Tensor | None] = {
+        leaf: _target(pending.nodes[leaf].variable) for leaf in leaves
+    }
     for product in pending.products:
-        leaf = product.use.leaf
-        parameter = targets.get(leaf) if leaf is not None else None
+        parameter = targets.get(product.use.leaf)
         if parameter is not None and (product.by_engine or not _fits(parameter, product.grad)):
-            targets[leaf] = None  # type: ignore[index]
+            targets[product.use.leaf] = None
     for kept in pending.gradients:
         parameter = targets.get(kept.target[0])
         if parameter is not None and not _fits(parameter, kept.grad):

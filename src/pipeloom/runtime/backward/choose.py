@@ -97,6 +97,9 @@ def check_compiled(module: nn.Module, method: str) -> None:
                which compiled code does not do
     whole      works                               works
     ========== =================================== ==========================================
+
+    Compiled functions that are no module's ``forward`` show only in the graph: there ``deferred``
+    works around them, and ``graph`` runs whole, with a warning.
     """
     compiled = [name for name, part in module.named_modules() if is_compiled(part)]
     if not compiled or method in ("auto", "whole"):

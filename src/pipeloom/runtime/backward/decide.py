@@ -29,12 +29,15 @@ class Decision:
     """What is done for one shape of graph; no plan means a whole backward at I.
 
     ``uncovered`` names parameters because of which the backward is not split although it was asked
-    for. ``unlearned`` are parameters inside checkpoints whose layers are to be watched.
+    for, ``suspects`` those that a custom Function may hide: if a full backward does not reach them
+    either, they are not used at all. ``unlearned`` are parameters inside checkpoints whose layers
+    are to be watched.
     """
 
     choice: Choice
     plan: Plan | None
     uncovered: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
     unlearned: frozenset[int] = frozenset()
     wants_boxes: bool = False
     watches: bool = False  # layers inside checkpoints are to be watched during I
@@ -61,11 +64,13 @@ def decide(
     boxed: bool,
     hooked: bool,
     linears: frozenset[int] | None,
+    unused: frozenset[str],
     check: bool,
 ) -> Decision:
     """Choose for one graph. ``boxed``: saved tensors are in boxes. ``hooked``: the forward
-    registered hooks. ``linears``: checkpointed weights whose layers are known to be
-    seen, ``None`` before that was tried. ``check``: prove the plan before it is used.
+    registered hooks. ``linears``: checkpointed weights whose layers are known to be seen, ``None``
+    before that was tried. ``unused``: parameters known not to be used. ``check``: prove the plan
+    before it is used.
     """
     parameter_names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
 
@@ -73,9 +78,14 @@ def decide(
         variable = graph.nodes[leaf].variable
         return parameter_names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
 
-    hidden = _hidden_parameters(graph, parameter_names)
-    if hidden is not None:
-        return Decision(Choice("whole", hidden[0]), None, uncovered=hidden[1])
+    missing = _missing_parameters(graph, parameter_names)
+    if REENTRANT_CHECKPOINT in {kind.__name__ for kind in graph.shape.types}:
+        reason = "a reentrant checkpoint runs its own backward; use_reentrant=False can be split"
+        return Decision(Choice("whole", reason), None, uncovered=missing)
+    hiding = _custom_functions(graph)
+    if hiding and not unused.issuperset(missing):
+        reason = f"parameters are not in the graph, and {hiding[0]} may hide them"
+        return Decision(Choice("whole", reason), None, suspects=missing)
 
     unlearned: set[int] = set()
     uses = _recomputed_uses(graph)
@@ -161,30 +171,22 @@ def _why_once(graph: Graph, *, hooked: bool) -> str | None:
     return None
 
 
-def _hidden_parameters(
-    graph: Graph, names: Mapping[int, str]
-) -> tuple[str, tuple[str, ...]] | None:
-    """Parameters that a backward may reach although the graph does not show it."""
+def _missing_parameters(graph: Graph, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Parameters that the graph does not show."""
     shown = {id(node.variable) for node in graph.nodes if hasattr(node, "variable")}
     shown -= {id(graph.nodes[index].variable) for index in graph.shape.inputs if index >= 0}
     missing = tuple(name for key, name in names.items() if key not in shown)
     # Sharded parameters are replaced for the forward: the graph shows others in their place.
-    if len(shown - names.keys()) >= len(missing):
-        missing = ()
-    kinds = {kind.__name__ for kind in graph.shape.types}
-    if REENTRANT_CHECKPOINT in kinds:
-        return (
-            "a reentrant checkpoint runs its own backward; use_reentrant=False can be split",
-            missing,
-        )
-    python = sorted(
+    return () if len(shown - names.keys()) >= len(missing) else missing
+
+
+def _custom_functions(graph: Graph) -> list[str]:
+    """The names of Functions written in Python, whose backward may do anything."""
+    return sorted(
         kind.__name__
         for kind in set(graph.shape.types)
         if issubclass(kind, BackwardCFunction) and kind.__name__ != COMPILED
     )
-    if missing and python:
-        return f"parameters are not in the graph, and {python[0]} may hide them", missing
-    return None
 
 
 def _recomputed_uses(graph: Graph) -> dict[int, int]:
@@ -243,7 +245,7 @@ def _why_nothing(graph: Graph, plan: Plan) -> str:
         )
     if kinds & FUSED_TYPES:
         return f"{min(kinds & FUSED_TYPES)} computes both halves in one kernel"
-    python = sorted(k.__name__ for k in set(graph.shape.types) if issubclass(k, BackwardCFunction))
+    python = _custom_functions(graph)
     if python:
         return f"{python[0]} computes both halves at once"
     return "no parameter is used in a product worth deferring"

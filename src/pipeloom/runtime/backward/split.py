@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,7 @@ class SplitBackward:
         self._decisions: dict[Key, Decision] = {}
         self._linears: dict[GraphShape, frozenset[int]] = {}
         self._checked: set[Decision] = set()
+        self._unused: set[str] = set()
         self._early: dict[Decision, frozenset[int]] = {}
         self._boxes: Boxes | None = None
         self._wants_boxes = method == "graph"
@@ -127,6 +129,8 @@ class SplitBackward:
             return gradients
         graph = read_graph(saved.inputs, [saved.outputs[index] for index in positions])
         decision = self._decide(graph, saved, boxed=boxes is not None)
+        if decision.suspects:
+            return self._run_suspicious(decision, saved, output_grads)
         if decision.plan is None:
             return run_full(saved, output_grads, stage=self.stage)
         inputs = saved.inputs
@@ -183,6 +187,30 @@ class SplitBackward:
             self._linears[graph.shape] = seen
             del self._decisions[graph.shape, boxes is not None, saved.hooked]
         return gradients, pending
+
+    def _run_suspicious(
+        self,
+        decision: Decision,
+        saved: SavedMicrobatch,
+        output_grads: Sequence[Tensor | None] | None,
+    ) -> Gradients:
+        """A full backward that shows whether parameters are hidden or just not used."""
+        suspects = [self.module.get_parameter(name) for name in decision.suspects]
+        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in suspects]
+        gradients = run_full(saved, output_grads, stage=self.stage)
+        if any(
+            p.grad is not grad or (grad is not None and grad._version != version)
+            for p, (grad, version) in zip(suspects, before, strict=True)
+        ):
+            known = replace(decision, suspects=(), uncovered=decision.suspects)
+            self._report(known, saved.microbatch)
+            self._decisions = {
+                key: known if value is decision else value for key, value in self._decisions.items()
+            }
+        else:
+            self._unused |= set(decision.suspects)
+            self._decisions = {k: v for k, v in self._decisions.items() if v is not decision}
+        return gradients
 
     def weight(self, saved: SavedMicrobatch) -> None:
         enter_phase(saved, "W", self.stage)
@@ -248,8 +276,11 @@ class SplitBackward:
             boxed=boxed,
             hooked=saved.hooked,
             linears=self._linears.get(graph.shape),
+            unused=frozenset(self._unused),
             check=self.self_check != "off",
         )
+        if decision.suspects and self.strict:
+            decision = replace(decision, suspects=(), uncovered=decision.suspects)
         if decision.uncovered:
             self._report(decision, saved.microbatch)
         if self.choice is None or len(decision.choice.deferred) > len(self.choice.deferred):

@@ -88,7 +88,6 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
             number[node] = len(nodes)
             nodes.append(node)
         roots.append((number[node], output_nr))
-    types: list[type] = []
     children: list[tuple[Edge, ...]] = []
     for node in nodes:  # grows while it is walked
         edges: list[Edge] = []
@@ -96,16 +95,14 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
             if child is None:
                 edges.append(NO_EDGE)
                 continue
-            index = number.get(child)
-            if index is None:
-                index = number[child] = len(nodes)
+            index = number.setdefault(child, len(nodes))
+            if index == len(nodes):
                 nodes.append(child)
             edges.append((index, input_nr))
-        types.append(type(node))
         children.append(tuple(edges))
     leaves = tuple(
         number.get(get_gradient_edge(leaf).node, -1) if leaf.requires_grad else -1
         for leaf in inputs
     )
-    shape = GraphShape(tuple(types), tuple(children), tuple(roots), leaves)
+    shape = GraphShape(tuple(map(type, nodes)), tuple(children), tuple(roots), leaves)
     return Graph(nodes, shape)
