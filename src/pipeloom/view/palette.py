@@ -6,6 +6,7 @@
     I  ████  orange               waiting        ▒ mauve grey, falling lines
     W  ████  yellow, dots         communication  ░ mint, lines
     B  ▨▨▨▨  vermilion, lines     drain          ▒ warm grey, dots
+                                  overhead       ▒ olive grey, crossed lines
 
 The colours are those of Okabe and Ito, moved by as little as makes any two of them differ by at
 least 15 (CIEDE2000) to eyes without red, green or blue cones. In grey, where blue and vermilion
@@ -66,6 +67,9 @@ STYLE_OF_CAUSE: dict[str, Style] = {
     "waiting": Style("waiting", "-", "#8C7A89", "falling", "#EDE7EC", "for another rank's action"),
     "communication": Style("communication", "~", "#C0FFD6", "vertical", "#2C6B47", "for a message"),
     "drain": Style("drain", "_", "#B9B1AF", "dots", "#5E5856", "nothing is left to do"),
+    "overhead": Style(
+        "overhead", "+", "#84906C", "cross", "#3E4433", "though all inputs are there"
+    ),
 }
 
 _UNKNOWN_CAUSE = Style("idle", ".", "#E3E5EA", "plain", "#5B6675", "idle")

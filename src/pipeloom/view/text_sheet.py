@@ -35,7 +35,7 @@ NARROWEST = 40
 LEAST_ROOM = 24
 MOST_CAUSES = 3
 
-UNICODE_IDLE = {"warm-up": "·", "waiting": "░", "communication": "≈", "drain": "_"}
+UNICODE_IDLE = {"warm-up": "·", "waiting": "░", "communication": "≈", "drain": "_", "overhead": "+"}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 
 from pipeloom.ir.action import Kind
+from pipeloom.simulate.idle_time import COMMUNICATION, DRAIN, OVERHEAD, WAITING, WARM_UP
 from pipeloom.view.palette import (
     DARK,
     LIGHT,
@@ -76,7 +77,7 @@ def test_in_grey_a_pattern_or_lightness_tells_styles_apart() -> None:
 
 def test_every_kind_and_every_cause_has_a_row_of_its_own() -> None:
     assert set(STYLE_OF_KIND) == set(Kind)
-    assert set(STYLE_OF_CAUSE) == {"warm-up", "waiting", "communication", "drain"}
+    assert set(STYLE_OF_CAUSE) == {WARM_UP, WAITING, COMMUNICATION, DRAIN, OVERHEAD}
     assert len({style.letter for style in STYLES}) == len(STYLES)
     assert len({style.name for style in STYLES}) == len(STYLES)
     for style in STYLES:
