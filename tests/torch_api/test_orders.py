@@ -12,6 +12,7 @@ import torch.distributed.pipelining.schedules as theirs
 
 import pipeloom.torch_api.schedules as ours
 from pipeloom.torch_api._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from pipeloom.verify.verifier import verify
 from tests.torch_api.peers import MULTI, OURS, SINGLE, TORCH, as_text, construct, convert, stand_in
 
 SHAPES = [(r, m, v) for r in (2, 3, 4) for m in (1, 3, 4, 6, 8, 12) for v in (1, 2, 3)]
@@ -31,16 +32,36 @@ def dump(package: str, name: str, shape: tuple[int, int, int], path: Path, defer
     return as_text(made.pipeline_order), made.stage_index_to_group_rank, files
 
 
-@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("name", MULTI)
-def test_orders_programs_and_files_of_torch(name: str, defer: bool, tmp_path: Path) -> None:
+def test_orders_programs_and_files_of_torch(name: str, tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     made = 0
     for shape in SHAPES:
-        expected = dump(TORCH, name, shape, path, defer)
-        assert dump(OURS, name, shape, path, defer) == expected, shape
+        expected = dump(TORCH, name, shape, path, defer=False)
+        assert dump(OURS, name, shape, path, defer=False) == expected, shape
         made += not isinstance(expected, str)
     assert made > 5
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_deferred_receives_are_torchs_or_torchs_are_wrong(name: str) -> None:
+    same = different = 0
+    for shape in ((2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 16, 2)):
+        peer = construct(TORCH, name, *shape, defer_pp_recv=True).pipeline_order_with_comms
+        mine = construct(OURS, name, *shape, defer_pp_recv=True)
+        program = mine.pipeline_order_with_comms
+        assert verify(mine._as_schedule(program)).ok
+        if as_text(program) == as_text(peer):
+            same += 1
+        else:
+            different += 1
+            report = verify(mine._as_schedule(convert(peer)))
+            assert "CHANNEL_ORDER" in {violation.code for violation in report.violations}
+    # Where two stages of a rank receive from one rank, deferring mixes up their messages.
+    if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        assert different
+    else:
+        assert same
 
 
 @pytest.mark.parametrize("format", ["compute_only", "compute_comms"])

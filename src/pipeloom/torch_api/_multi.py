@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Kind
+from pipeloom.ir.schedule import Schedule, make_schedule
+from pipeloom.ir.topology import Topology
+from pipeloom.passes.place_receives import place_receives
 from pipeloom.runtime.executor import ActionContext, Handler
 from pipeloom.torch_api._actions import (
     BACKWARD_INPUT,
@@ -25,6 +28,7 @@ from pipeloom.torch_api._actions import (
     _Action,
     _ComputationType,
     from_ir,
+    rows_to_ir,
 )
 from pipeloom.torch_api._lowering import (
     _add_reduce_grad,
@@ -44,6 +48,7 @@ from pipeloom.torch_api._utils import generate_stage_to_rank_mapping
 from pipeloom.torch_api._validation import _validate_schedule
 from pipeloom.torch_api.microbatch import TensorChunkSpec
 from pipeloom.torch_api.stage import _PipelineStageBase
+from pipeloom.verify.verifier import verify
 
 logger = logging.getLogger("pipeloom.torch_api")
 
@@ -283,8 +288,24 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         }
         program = _add_send_recv(reduced, self._find_rank(), self._num_stages)
         if self._defer_pp_recv:
-            program = _defer_recv_ops(program, self._find_rank())
+            program = self._defer_receives(program)
         self.pipeline_order_with_comms = program
+
+    def _defer_receives(self, program: dict[int, list[_Action]]) -> dict[int, list[_Action]]:
+        """As torch does, unless a receive would then get what was sent for another."""
+        deferred = _defer_recv_ops(program, self._find_rank())
+        if verify(self._as_schedule(deferred)).ok:
+            return deferred
+        late = place_receives(self._as_schedule(program), "late")
+        return {rank: [from_ir(action) for action in row] for rank, row in enumerate(late.actions)}
+
+    def _as_schedule(self, program: Order) -> Schedule:
+        return make_schedule(
+            rows_to_ir(program),
+            name=type(self).__name__,
+            topology=Topology.chain(self._num_stages),
+            num_microbatches=self._n_microbatches,
+        )
 
     def _load_csv(self, filename: FileName, format: Format = "compute_only") -> None:
         """Read an order and complete it, or read a complete program."""

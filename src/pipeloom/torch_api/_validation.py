@@ -143,7 +143,7 @@ class _Check:
                 for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
             if num_f != expected:
-                yield f"Got {num_f} {FORWARD.value} microbatches for stage {stage}, expected {expected}"
+                yield f"Got {num_f} F microbatches for stage {stage}, expected {expected}"
             if num_i != num_w:
                 yield (
                     f"Invalid backward microbatches for stage {stage}: I and W must have equal "

@@ -26,6 +26,8 @@ SEPARATE_W = (
     "0F0 0F1 . 0I0 0W0 0I1 0W1",
     ". 1F0 1I0 1F1 1I1 1W0 1W1",
 )
+#: The last stage runs its microbatches out of order: torch returns losses and outputs so, too.
+OUT_OF_ORDER = ("0F1 0F0 . . 0B1 0B0", ". 1F1 1B1 1F0 1B0 .")
 REORDERED_B = (
     "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B1 0RECV_B0 0B1 0B0",
     "1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0",

@@ -240,3 +240,29 @@ def compare_with_torch(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
         found = differences(train(OURS, name, **options), theirs)
         problems += [f"{name} {options}: {problem}" for problem in found]
     return problems
+
+
+class Branch(nn.Module):
+    """A part that no input leads to; torch's split backward forgets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.alone = nn.Parameter(torch.full((WIDTH,), 0.3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.weight) + torch.tanh(self.alone) ** 2
+
+
+def train_with_branch() -> list[str]:
+    modules, truth = ([Branch() for _ in range(4)] for _ in range(2))
+    schedule, stages, _ = build(OURS, "ZBVZeroBubble", 4, modules=modules)  # type: ignore[arg-type]
+    x, y, _ = make_batch(8)
+    schedule.step(x, target=y)
+    run_plainly(truth, [(a, b, {}) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)])  # type: ignore[arg-type]
+    expected = {
+        f"{stage.stage_index}.{key}": p.grad
+        for stage in stages
+        for key, p in truth[stage.stage_index].named_parameters()
+    }
+    return differences(gradients(stages), expected)

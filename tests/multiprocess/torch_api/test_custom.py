@@ -23,6 +23,7 @@ MULTI, RUNTIME = "PipelineScheduleMulti", "_PipelineScheduleRuntime"
         (work.SEPARATE_W, [[0], [1]], MULTI),
         (work.SEPARATE_W, [[0], [1]], RUNTIME),
         (work.REORDERED_B, [[0], [1]], RUNTIME),
+        (work.OUT_OF_ORDER, [[0], [1]], MULTI),
     ],
 )
 def test_orders_of_a_users_own(
