@@ -48,7 +48,7 @@ def make_trace(timelines: Timeline | Iterable[Timeline]) -> dict[str, Any]:
     first_process = 1
     about: list[dict[str, Any]] = []
     for picture in make_pictures(timelines):
-        events += _list_events(picture, first_process, first_flow=len(events))
+        events += _list_events(picture, first_process, first_flow=len(events) + 1)
         first_process += picture.timeline.num_ranks
         about.append(
             {

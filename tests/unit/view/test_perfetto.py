@@ -130,6 +130,7 @@ def test_several_timelines_are_several_groups_of_processes(tmp_path: Path) -> No
     trace = make_trace(pair)
     assert {event["pid"] for event in trace["traceEvents"]} == {1, 2, 3, 4}
     numbers = [event["bind_id"] for event in events(trace, "X") if event.get("flow_out")]
+    assert "0x0" not in numbers, "which some readers take for none"
     assert len(set(numbers)) == len(numbers) == 8
     path = make_small_timeline().save(tmp_path / "x.trace.json")
     assert json.loads(path.read_text()) == make_trace(make_small_timeline())
