@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 RUNNER = Path(__file__).with_name("run_samples.py")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
 ]
 
