@@ -11,8 +11,11 @@ them. It is exact and looks at no tensor.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from heapq import heapify, heappop, heappush
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -37,11 +40,19 @@ TOLERANCE = {
 class _Symbols:
     """A graph whose operations are multiplications with random numbers."""
 
-    def __init__(self, shape: GraphShape) -> None:
+    def __init__(self, shape: GraphShape, ever_asked: Iterable[Edge]) -> None:
         self.shape = shape
         self.random = random.Random(20240917)
         self.factor: dict[tuple[int, int, int], int] = {}
         self.order = self._topological()
+        self.rank = {node: place for place, node in enumerate(self.order)}
+        # One bit for each node that is ever asked for; for each node the bits of those at or below.
+        self.bits = {node: 1 << place for place, node in enumerate({n for n, _ in ever_asked})}
+        self.below = [self.bits.get(node, 0) for node in range(len(shape.types))]
+        for node in reversed(self.order):
+            for child, _ in shape.children[node]:
+                if child >= 0:
+                    self.below[node] |= self.below[child]
 
     def _topological(self) -> list[int]:
         waiting = [0] * len(self.shape.types)
@@ -61,6 +72,10 @@ class _Symbols:
                         ready.append(child)
         return order
 
+    def mark(self, edges: Iterable[Edge]) -> int:
+        """The bits of the nodes asked for."""
+        return reduce(or_, (self.bits[node] for node, _ in edges), 0)
+
     def through(self, node: int, operand: int, grads: Mapping[int, int]) -> int:
         """The gradient of one operand, given those of the node's results."""
         total = 0
@@ -70,38 +85,40 @@ class _Symbols:
             total += factor * grad
         return total % PRIME
 
-    def run(self, start: Sequence[tuple[Edge, int]], asked: set[Edge] | None) -> dict[Edge, int]:
+    def run(
+        self,
+        start: Sequence[tuple[Edge, int]],
+        asked: Iterable[Edge] | None = None,
+    ) -> dict[Edge, int]:
         """What an engine run leaves at every edge (``asked``: run only what leads to those)."""
-        targets = {node for node, _ in asked or ()}
-        needed = self._leading_to(targets) if asked is not None else None
+        wanted = None if asked is None else self.mark(asked)
         grads: dict[int, dict[int, int]] = {}
         for (node, nr), value in start:
             at = grads.setdefault(node, {})
             at[nr] = (at.get(nr, 0) + value) % PRIME
-        for node in self.order:
-            if node not in grads or (needed is not None and node not in needed):
-                continue
+        waiting = [self.rank[node] for node in grads]
+        heapify(waiting)
+        known = set(grads)
+        while waiting:
+            node = self.order[heappop(waiting)]
             for operand, (child, nr) in enumerate(self.shape.children[node]):
-                wanted = needed is None or child in needed or child in targets
-                if child >= 0 and wanted:
-                    at = grads.setdefault(child, {})
-                    at[nr] = (at.get(nr, 0) + self.through(node, operand, grads[node])) % PRIME
+                if child < 0 or (wanted is not None and not self.below[child] & wanted):
+                    continue
+                at = grads.setdefault(child, {})
+                at[nr] = (at.get(nr, 0) + self.through(node, operand, grads[node])) % PRIME
+                if child not in known:
+                    known.add(child)
+                    heappush(waiting, self.rank[child])
         return {(node, nr): value for node, at in grads.items() for nr, value in at.items()}
-
-    def _leading_to(self, targets: set[int]) -> set[int]:
-        leading: set[int] = set()
-        for node in reversed(self.order):
-            if any(c in targets or c in leading for c, _ in self.shape.children[node] if c >= 0):
-                leading.add(node)
-        return leading
 
 
 def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
     """Parameters (and inputs) whose gradient the plan does not give exactly once."""
-    symbols = _Symbols(shape)
-    start = [(edge, symbols.random.randrange(1, PRIME)) for edge in shape.roots]
-    truth = symbols.run(start, None)
     inputs = {(index, 0) for index in shape.inputs if index >= 0}
+    targets = {edge for again in plan.reruns for edge in again.targets}
+    symbols = _Symbols(shape, {*plan.captures, *inputs, *targets})
+    start = [(edge, symbols.random.randrange(1, PRIME)) for edge in shape.roots]
+    truth = symbols.run(start)
     seen = symbols.run(start, set(plan.captures) | inputs)
     later: list[tuple[Edge, int]] = []
     for use in plan.deferred:
@@ -111,10 +128,10 @@ def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
         start_again = [
             ((again.node, nr), seen.get((again.node, nr), 0)) for nr, _ in again.captures
         ]
-        result = symbols.run(start_again, set(again.targets))
+        result = symbols.run(start_again, again.targets)
         later += [(edge, result.get(edge, 0)) for edge in again.targets]
     later += [(kept.target, seen.get(kept.target, 0)) for kept in plan.in_input]
-    weights = symbols.run(later, None)
+    weights = symbols.run(later)
     wrong = {leaf for leaf in plan.leaves if weights.get((leaf, 0), 0) != truth.get((leaf, 0), 0)}
     return wrong | {edge[0] for edge in inputs if seen.get(edge, 0) != truth.get(edge, 0)}
 
