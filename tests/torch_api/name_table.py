@@ -101,6 +101,12 @@ NOTES = {
     "_PipelineStageBase.backward_one_chunk": "within a step; `loss` is the one that F computed",
     "_PipelineStageBase.backward_weight_one_chunk": "within a step, after I",
     "_PipelineStageBase.backward_maybe_with_nosync": "for values of your own; steps do not call it",
+    "_PipelineStageBase._retrieve_recv_activations": "within a handler",
+    "_PipelineStageBase._retrieve_recv_grads": "within a handler",
+    **{
+        f"_PipelineStageBase.get_{way}_ops": "empty within a handler: messages are the engine's"
+        for way in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send")
+    },
     "_PipelineStageBase.scale_grads": "nothing within a step: the loss was scaled already",
     "_PipelineStageBase.perform_reduce_grad": "reduces; does not scale",
     "_PipelineStageBase._prepare_forward_infra": "prepares nothing: forms are learned",
@@ -125,12 +131,6 @@ MISSING = {
     "LossWrapper": "give the schedule a `loss_fn`",
     "TrivialLossWrapper": "give the schedule a `loss_fn`",
     "_outline_submodules": "part of torch's tracing",
-    "_PipelineStageBase.get_fwd_recv_ops": "messages are the engine's",
-    "_PipelineStageBase.get_fwd_send_ops": "messages are the engine's",
-    "_PipelineStageBase.get_bwd_recv_ops": "messages are the engine's",
-    "_PipelineStageBase.get_bwd_send_ops": "messages are the engine's",
-    "_PipelineStageBase._retrieve_recv_activations": "`forward_one_chunk` takes them itself",
-    "_PipelineStageBase._retrieve_recv_grads": "`backward_one_chunk` takes them itself",
 }
 
 

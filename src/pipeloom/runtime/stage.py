@@ -188,6 +188,31 @@ class StageRunner:
         """
         self._keep(microbatch, self._result(microbatch, output))
 
+    def hand_over(self, microbatch: int, output: Any) -> None:
+        """Take the output of a microbatch whose graph is somebody else's: pass it on, or keep it.
+
+        A gradient comes back for every tensor of it that requires grad; see :meth:`hand_back`.
+        """
+        flight, _ = self._open[microbatch]
+        if self.successors:
+            differentiable = self._pass_on(microbatch, flight, output)
+        else:
+            differentiable = []
+            if self._inputs.keep_outputs:
+                self.outputs[microbatch] = map_leaves(_detach, output)
+        del self._open[microbatch]
+        if self._inputs.training:
+            flight.num_outputs = len(differentiable)
+            self._in_flight[microbatch] = flight
+
+    def hand_back(self, microbatch: int, gradients: Gradients, *, is_over: bool) -> None:
+        """Take the gradients of the microbatch's differentiable inputs, for those before; with
+        ``is_over`` nothing of the microbatch is needed any more."""
+        flight = self._in_flight[microbatch]
+        if is_over:
+            del self._in_flight[microbatch]
+        self._distribute(microbatch, flight, gradients)
+
     def _result(self, microbatch: int, output: Any) -> list[Tensor]:
         """The tensors that the microbatch's backward will start from."""
         flight, _ = self._open[microbatch]
@@ -266,6 +291,14 @@ class StageRunner:
         if saved is not None:
             assert self.backward is not None
             self.backward.weight(saved)
+
+    def take_gradients(self, microbatch: int) -> Gradients | None:
+        """The gradients of an output that was handed over, once."""
+        return self.output_gradients(microbatch, self._in_flight[microbatch])
+
+    def forget(self, microbatch: int) -> None:
+        """Nothing of the microbatch is needed any more."""
+        self._in_flight.pop(microbatch, None)
 
     def output_gradients(self, microbatch: int, flight: _InFlight) -> Gradients | None:
         """The gradients of the differentiable outputs, summed over the successors that used them;

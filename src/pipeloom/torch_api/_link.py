@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeloom.runtime.boundary import is_arguments, take_apart
+from pipeloom.runtime.boundary import map_leaves, take_apart
 from pipeloom.runtime.data_parallel import DataParallelStage
 from pipeloom.runtime.stage import Parcel, StageRunner
 from pipeloom.torch_api._dtensors import pack, unpack
@@ -26,9 +26,13 @@ __all__ = ["StageLink"]
 class _Call:
     """What the runner calls as its module: the stage's module, with what surrounds it."""
 
-    def __init__(self, stage: _PipelineStageBase, module: Any) -> None:
+    def __init__(self, stage: _PipelineStageBase, module: nn.Module) -> None:
         self._stage = stage
         self._module = module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the module."""
+        return self._module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage = self._stage
@@ -57,11 +61,17 @@ class StageLink:
         self.scales_losses = False
         #: Microbatches whose I has run and whose W has not.
         self._pending: set[int] = set()
+        #: What ran here, by kind and microbatch; anything else a handler computed by itself.
+        self._ran: set[tuple[str, int]] = set()
+        #: Of microbatches that a handler computes by itself: their arguments.
+        self._taken: dict[int, tuple[Any, ...]] = {}
 
     def begin_step(self, num_microbatches: int, *, scales_losses: bool) -> None:
         self.num_microbatches = num_microbatches
         self.scales_losses = scales_losses
         self._pending.clear()
+        self._ran.clear()
+        self._taken.clear()
 
     def end_step(self) -> None:
         self.num_microbatches = 0
@@ -76,6 +86,7 @@ class StageLink:
     def forward(self, microbatch: int, args: Any, kwargs: Mapping[str, Any] | None) -> Any:
         """F; what the caller passes replaces the step's own arguments."""
         self.wait_unsharded()
+        self._ran.add(("F", microbatch))
         runner = self.runner
         inputs = runner._inputs
         own_args: Sequence[Any] = ()
@@ -100,6 +111,7 @@ class StageLink:
     def backward(self, microbatch: int, *, full: bool) -> None:
         """B, or I."""
         self.wait_unsharded()
+        self._ran.add(("B", microbatch))
         if full:
             self.runner.full_backward(microbatch)
         else:
@@ -111,6 +123,7 @@ class StageLink:
         if microbatch not in self._pending:
             return False
         self._pending.remove(microbatch)
+        self._ran.add(("W", microbatch))
         self.wait_unsharded()
         self.runner.weight_backward(microbatch)
         return True
@@ -141,7 +154,46 @@ class StageLink:
         for stage in self.runner.successors:
             self.runner.gradients_in.setdefault((stage, microbatch), list(gradients))
 
+    # ── what a handler computes by itself ────────────────────────────────────────────────────
 
-def as_output_tuple(output: Any) -> tuple[Any, ...]:
-    """A model's output as torch passes it on: several values, or one in a tuple."""
-    return tuple(output) if is_arguments(output) else (output,)
+    def take_inputs(self, microbatch: int) -> tuple[Any, ...]:
+        """The arguments of a microbatch."""
+        if microbatch not in self._taken:
+            arguments, _ = self.runner.open_forward(microbatch)
+            self._taken[microbatch] = unpack(tuple(arguments), self.stage._meshes)
+        return self._taken[microbatch]
+
+    def take_gradients(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        """The gradients of the outputs that a handler made."""
+        return tuple(self.runner.take_gradients(microbatch) or ())
+
+    def settle(self, kind: str, microbatch: int) -> None:
+        """Pass on what a handler left in the stage's caches, where it did not call the stage."""
+        stage, runner = self.stage, self.runner
+        if kind == "F" and ("F", microbatch) not in self._ran:
+            if microbatch in stage.fwd_cache:
+                self.take_inputs(microbatch)
+                outputs, *_ = stage.fwd_cache[microbatch]
+                runner.hand_over(microbatch, pack(_as_leaves(outputs), stage._meshes))
+        elif kind in "BI" and ("B", microbatch) not in self._ran:
+            found = stage.bwd_cache.pop(microbatch, None)
+            for key in [(successor, microbatch) for successor in runner.successors]:
+                runner.gradients_in.pop(key, None)
+            if found is not None and microbatch in self._taken:
+                pairs = zip(self._taken[microbatch], found, strict=False)
+                own = [grad for x, grad in pairs if isinstance(x, Tensor) and x.requires_grad]
+                runner.hand_back(microbatch, own, is_over=kind == "B")
+        elif kind == "W" and ("W", microbatch) not in self._ran:
+            runner.forget(microbatch)
+
+
+def _as_leaves(outputs: Any) -> Any:
+    """Outputs without their graph, whose gradients are wanted where they can have one."""
+
+    def as_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach()
+        return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+    return map_leaves(as_leaf, outputs)

@@ -220,6 +220,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             action = from_ir(context.action)
             self._show_received(action)
             custom_function(action, self._context)
+            self._settle(action)
             self.fwd_recv_ops.clear()
             self.bwd_recv_ops.clear()
 
@@ -240,6 +241,13 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 and stage + 1 not in here
             ):
                 self.bwd_recv_ops[stage, microbatch] = []
+
+    def _settle(self, action: _Action) -> None:
+        links = {stage.stage_index: stage._link for stage in self._stages}
+        for part in parts_of(action):
+            link = links[part.stage_index]
+            if link is not None and part.microbatch_index is not None:
+                link.settle(part.computation_type.value, part.microbatch_index)
 
     def _get_handlers(self, context: _PipelineContext) -> Mapping[Kind | str, Handler]:
         self._context = context

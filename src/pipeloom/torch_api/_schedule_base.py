@@ -162,6 +162,7 @@ class _PipelineSchedule:
             self._engine = Engine(stages, self._num_stages_in_all(), self._n_microbatches)
         order = self._get_program()
         has_loss = self._loss_fn is not None
+        self._internal_losses.clear()
 
         def compute_loss(output: Any, target: Any) -> Any:
             return self._compute_loss(output, target, loss_kwargs)
@@ -203,8 +204,9 @@ class _PipelineSchedule:
         logger.error("%s failed at %s:\n%s", type(self).__name__, error.action, grid)
 
     def _take_results(self, stages: Sequence[_PipelineStageBase], request: StepRequest) -> None:
-        if request.losses is not None:
-            known = request.losses.losses
+        known = request.losses.losses if request.losses is not None else {}
+        if known:
+            # Otherwise a handler computed them, and added them itself.
             self._internal_losses[:] = [known[microbatch] for microbatch in sorted(known)]
         for stage in stages:
             if stage.is_last and request.outputs is not None:

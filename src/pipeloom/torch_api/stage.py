@@ -199,7 +199,8 @@ class _PipelineStageBase:
         if self._link is None or not self._link.num_microbatches:
             raise StepError(
                 f"[Stage {self.stage_index}] {what} works while a schedule's step runs, in a "
-                "function that register_custom_function registered"
+                "function that register_custom_function registered. To run stages in an order of "
+                "your own, set pipeline_order (or pipeline_order_with_comms) on a schedule class"
             )
         return self._link
 
@@ -255,6 +256,38 @@ class _PipelineStageBase:
             raise AssertionError("can't set bwd input if this stage is last")
         link = self._require_link("set_local_bwd_input")
         link.put_gradients(next_stage_bwd_outputs, mb_index)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
+        """The stage's arguments, for a handler that computes F by itself.
+
+        It leaves ``fwd_cache[m] = (outputs, …)`` behind; what it wants back for B, in any form.
+        """
+        return self._require_link("_retrieve_recv_activations").take_inputs(fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        """The gradients of those outputs, for B or I; it leaves ``bwd_cache[m]``, the gradients of
+        the arguments, behind."""
+        return self._require_link("_retrieve_recv_grads").take_gradients(bwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing: what an action waits for is there when its handler runs."""
+        return self._no_messages("get_fwd_recv_ops")
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing: what a handler made is sent by the actions that follow."""
+        return self._no_messages("get_fwd_send_ops")
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing, as in :meth:`get_fwd_recv_ops`."""
+        return self._no_messages("get_bwd_recv_ops")
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing, as in :meth:`get_fwd_send_ops`."""
+        return self._no_messages("get_bwd_send_ops")
+
+    def _no_messages(self, what: str) -> list[dist.P2POp]:
+        self._require_link(what)
+        return []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the step's gradients over the data-parallel ranks of the stage.

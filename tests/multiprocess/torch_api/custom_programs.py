@@ -290,3 +290,65 @@ def deferred_weights(name: str) -> list[str]:
     return work.differences(
         {str(i): layers[i].weight.grad for i in own}, {str(i): weights[i].grad for i in own}
     )
+
+
+def graph_forward(action: Any, ctx: Any) -> None:
+    """F as compiled graphs run it: no autograd between stages, caches by hand."""
+    schedule = ctx.schedule_ref
+    stage = next(s for s in schedule._stages if s.stage_index == action.stage_index)
+    microbatch = action.microbatch_index
+    x = (
+        ctx.arg_mbs[microbatch][0]
+        if stage.is_first
+        else stage._retrieve_recv_activations(microbatch)[0]
+    )
+    assert not torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = stage.submod(leaf)
+        if stage.is_last:
+            loss = schedule._loss_fn(y, ctx.target_mbs[microbatch])
+            schedule._internal_losses.append(loss.detach())
+            y_root: Any = loss / schedule._n_microbatches
+        else:
+            y_root = y
+    stage.kept[microbatch] = (leaf, y_root)
+    stage.fwd_cache[microbatch] = ((y.detach(),), [x])
+
+
+def graph_backward(action: Any, ctx: Any) -> None:
+    stage = next(s for s in ctx.schedule_ref._stages if s.stage_index == action.stage_index)
+    microbatch = action.microbatch_index
+    leaf, root = stage.kept.pop(microbatch)
+    grads = (None,) if stage.is_last else stage._retrieve_recv_grads(microbatch)
+    root.backward(grads[0])
+    stage.bwd_cache[microbatch] = (leaf.grad,)
+
+
+def train_graphs(name: str) -> list[str]:
+    """``backward_requires_autograd=False``: handlers keep graphs of their own."""
+    schedule, stages, modules = work.build(work.OURS, name, 4, backward_requires_autograd=False)
+    schedules = importlib.import_module(f"{work.OURS}.schedules")
+    for stage in stages:
+        stage.kept = {}
+    schedule.register_custom_function(schedules.FORWARD, graph_forward)
+    schedule.register_custom_function(schedules.FULL_BACKWARD, graph_backward)
+    x, y, _ = work.make_batch(8)
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        schedule.step(x, target=y, losses=losses)
+    truth = work.make_model(len(modules))
+    true_losses, _ = work.run_plainly(
+        truth, [(a, b, {}) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    )
+    expected = {
+        f"{stage.stage_index}.{key}": p.grad
+        for stage in stages
+        for key, p in truth[stage.stage_index].named_parameters()
+    }
+    problems = work.differences(work.gradients(stages), expected)
+    if losses:
+        problems += work.differences(
+            {"losses": torch.stack(losses)}, {"losses": torch.stack(true_losses)}
+        )
+    return problems

@@ -47,3 +47,8 @@ def test_functions_in_place_of_actions(two_ranks: ProcessPool, name: str) -> Non
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "Interleaved1F1B", "DualPipeV"])
 def test_modules_that_defer_their_weights(two_ranks: ProcessPool, name: str) -> None:
     assert two_ranks.run(work.deferred_weights, name) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+def test_functions_with_graphs_of_their_own(two_ranks: ProcessPool, name: str) -> None:
+    assert two_ranks.run(work.train_graphs, name) == [[], []]
