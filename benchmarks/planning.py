@@ -8,9 +8,9 @@ each in a process of its own, after a full collection of garbage and with the co
 medians of the repeats count. All of it is work of one thread, so the targets are held against
 its CPU time, which a busy machine changes little; the time on the clock stands beside it.
 
-Targets: build and lower (placement, topology and hash included) in a fifth of torch's time; proof
-of the lowered program under (blocking, all) in torch's time; simulation in 1.5 times of it; 1.5 GiB
-of memory at most for planning.
+Targets at the default shape: build and lower (placement, topology and hash included) in a fifth of
+torch's time; proof of the lowered program under (blocking, all) in torch's time; simulation in 1.5
+times of it; 1.5 GiB of memory at most for planning.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ ROWS = (
     Row("simulate", "simulate", 1.5),
 )
 MEMORY_TARGET = 1.5 * GIB
+#: Ranks, microbatches and chunks of the targets: a small schedule takes both next to no time.
+TARGET_SHAPE = (64, 512, 4)
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ def measure_apart(ranks: int, microbatches: int, chunks: int) -> Run:
 def main() -> None:
     """Print one line a task: seconds, the ratio to torch, the target."""
     parser = argparse.ArgumentParser(description="Planning at scale, beside torch.")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=512)
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=TARGET_SHAPE[0])
+    parser.add_argument("--microbatches", type=int, default=TARGET_SHAPE[1])
+    parser.add_argument("--chunks", type=int, default=TARGET_SHAPE[2])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     wanted = parser.parse_args()
@@ -145,19 +147,21 @@ def main() -> None:
         if torch_cpu is not None and torch_wall is not None:
             ratio = cpu / torch_cpu
             line += f"   {ratio:10.2f} {wall / torch_wall:6.2f}"
-            line += f"   target ≤ {row.target:.1f}   {_judge(ratio, row.target)}"
+            line += _judge(ratio, row.target, shape)
         print(line)
     planning = max(run.planning_bytes for run in ours)
     simulation = max(run.simulation_bytes for run in ours)
     print(
-        f"{'memory: planning':<24} {planning / GIB:7.2f} GiB   "
-        f"target ≤ {MEMORY_TARGET / GIB:.1f}   {_judge(planning, MEMORY_TARGET)}"
+        f"{'memory: planning':<24} {planning / GIB:7.2f} GiB"
+        + _judge(planning / GIB, MEMORY_TARGET / GIB, shape)
     )
     print(f"{'memory: with simulation':<24} {simulation / GIB:7.2f} GiB")
 
 
-def _judge(value: float, target: float) -> str:
-    return "met" if value <= target else "MISSED"
+def _judge(value: float, target: float, shape: tuple[int, ...]) -> str:
+    if shape != TARGET_SHAPE:
+        return ""
+    return f"   target ≤ {target:.1f}   {'met' if value <= target else 'MISSED'}"
 
 
 if __name__ == "__main__":
