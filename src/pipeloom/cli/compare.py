@@ -257,7 +257,8 @@ def _why_it_does_not_fit(timeline: Timeline) -> str:
         return ""
     worst = max(overfull, key=timeline.peak_memory.__getitem__)
     peak = format_number(timeline.peak_memory[worst], timeline.memory_unit)
-    return f"does not fit: {len(overfull)} ranks over, rank {worst} needs {peak}"
+    count = "1 rank" if len(overfull) == 1 else f"{len(overfull)} ranks"
+    return f"does not fit: {count} over, rank {worst} needs {peak}"
 
 
 def _print_rows(rows: list[Row], costs: UniformCosts | StageCosts) -> None:

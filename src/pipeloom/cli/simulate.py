@@ -174,7 +174,8 @@ def _print_memory(timeline: Timeline) -> None:
     overfull = set(find_overfull(timeline))
     head = f"peak memory   {format_number(max(timeline.peak_memory, default=0.0), unit)}"
     if limit is not None:
-        verdict = f"{len(overfull)} ranks are over" if overfull else "every rank is within"
+        over = "1 rank is over" if len(overfull) == 1 else f"{len(overfull)} ranks are over"
+        verdict = over if overfull else "every rank is within"
         head += f"; {verdict} the limit of {format_number(limit, unit)}"
     print(head)
     ranks = range(timeline.num_ranks)

@@ -99,7 +99,7 @@ class Figures:
     bubble_of_rank: tuple[float, ...]
     idle_causes: tuple[IdleSpan, ...]
     peaks: tuple[PeakMemory, ...]
-    #: The spans that no delay of would leave the makespan as it is, in order of time.
+    #: Spans of which any delay would make the whole step longer, in order of time.
     critical_path: tuple[Span, ...]
     #: Per span, in the order of ``Timeline.spans``: how much later it could end without harm.
     slack: tuple[float, ...]
