@@ -99,7 +99,8 @@ class WeightInside(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         self.num_runs += 1
-        return x @ torch.tanh(self.a @ self.b)
+        rows = torch.arange(WIDTH).flip(0)
+        return x @ torch.tanh(self.a @ self.b[rows])  # indexing saves a list of tensors
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.block, x, use_reentrant=False))

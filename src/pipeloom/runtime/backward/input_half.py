@@ -58,7 +58,7 @@ def run_input(
         gradients, captured = _run_engine(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
         )
-    pending = Pending(plan, {index: nodes[index] for index in plan.weight_only})
+    pending = Pending(plan, {index: nodes[index] for index in plan.passed_later})
     for position, use in enumerate(plan.deferred):
         grad, operands = captured[use.capture], taken[position]
         if grad is None:
@@ -79,7 +79,7 @@ def run_input(
             kept_grads = [grad for _, grad in at if grad is not None]
             pending.reruns.append((edges, list(again.targets), kept_grads))
     if boxes is not None:
-        needed = {*plan.weight_only, *(again.node for again in plan.reruns)}
+        needed = {*plan.passed_later, *(again.node for again in plan.reruns)}
         pending.boxed = boxes.keep_only(nodes[index] for index in needed)
     seen = frozenset(
         leaf for leaf in decision.unlearned if len(notes.get(id(nodes[leaf].variable), ())) == 1

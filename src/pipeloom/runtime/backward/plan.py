@@ -81,6 +81,7 @@ class Plan:
     group: dict[int, int]  # weight-only node → its connected group
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
+    passed_later: frozenset[int]  # those of them that W needs; the rest has gone by in I
     leaves: tuple[int, ...]  # every parameter's node
     leaf_set: frozenset[int]
     deferred_leaves: frozenset[int]
@@ -166,6 +167,9 @@ def make_plan(
         group=group,
         in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
         weight_only=frozenset(group),
+        passed_later=frozenset(
+            node for node in group if group[node] not in spoiled or node in regions.leaf_set
+        ),
         leaves=regions.leaves,
         leaf_set=regions.leaf_set,
         deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),

@@ -354,7 +354,7 @@ def _whole_pending(graph: Graph, plan: Plan, found: Mapping[int, Tensor | None])
     """What W adds where a full backward has found all gradients."""
     return Pending(
         plan,
-        {index: graph.nodes[index] for index in plan.weight_only},
+        {index: graph.nodes[index] for index in plan.passed_later},
         gradients=[
             Gradient((leaf, 0), grad, versions_of((grad,)))
             for leaf, grad in found.items()
