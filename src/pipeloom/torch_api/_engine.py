@@ -39,6 +39,9 @@ __all__ = ["Engine", "StepRequest"]
 #: As long as torch waits on gloo: nothing may move, a first compilation may take its time.
 TIMEOUT = 1800.0
 
+#: So many orders keep their programs, the ones seen last.
+MOST_ORDERS = 16
+
 
 @dataclass
 class StepRequest:
@@ -200,6 +203,7 @@ class Engine:
                 return core
         core = self._make_core(order, name)
         self._cores.append(({rank: list(row) for rank, row in order.items()}, core))
+        del self._cores[:-MOST_ORDERS]
         return core
 
     def _make_core(self, order: Order, name: str) -> EngineCore:
