@@ -252,10 +252,15 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _get_handlers(self, context: _PipelineContext) -> Mapping[Kind | str, Handler]:
         self._context = context
         self.backward_counter.clear()
+        self.unshard_ops.clear()
+        self.unsharded_stages.clear()
         return dict(self._handlers)
 
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
         """For handlers: wait until the parameters of a stage are gathered."""
+        for operation in self.unshard_ops.pop(stage.stage_index, ()):
+            operation.wait()
+            self.unsharded_stages.add(stage.stage_index)
         if stage._link is not None:
             stage._link.wait_unsharded()
 

@@ -122,9 +122,6 @@ class _PipelineSchedule:
             arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
             target_mbs = self._split_target(target)
         stages = self._get_stages()
-        for stage in stages:
-            stage.has_backward = self._has_backward
-            stage.clear_runtime_states()
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
@@ -158,6 +155,9 @@ class _PipelineSchedule:
         """One step with microbatches that are cut already."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         stages = self._get_stages()
+        for stage in stages:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
         if self._engine is None:
             self._engine = Engine(stages, self._num_stages_in_all(), self._n_microbatches)
         order = self._get_program()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pipeloom.torch_api import _utils, schedules
@@ -220,7 +220,33 @@ def profile(name: str) -> set[str]:
 # ── data parallelism and DTensors, on four ranks ─────────────────────────────────────────────────
 
 
-def train_data_parallel(name: str, how: str) -> list[str]:
+def register_sharding_by_hand(schedule: Any) -> None:
+    """UNSHARD, RESHARD and REDUCE_GRAD as a user writes them."""
+
+    def find(action: Any, ctx: Any) -> Any:
+        return next(s for s in ctx.schedule_ref._stages if s.stage_index == action.stage_index)
+
+    def unshard(action: Any, ctx: Any) -> None:
+        for part in find(action, ctx).submod.modules():
+            if isinstance(part, FSDPModule):
+                handle = part.unshard(async_op=True)
+                ctx.schedule_ref.unshard_ops[action.stage_index].append(handle)
+
+    def reshard(action: Any, ctx: Any) -> None:
+        ctx.schedule_ref._assert_unsharded(find(action, ctx))
+        for part in find(action, ctx).submod.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def reduce(action: Any, ctx: Any) -> None:
+        find(action, ctx).perform_reduce_grad(ctx.schedule_ref._n_microbatches)
+
+    schedule.register_custom_function(schedules.UNSHARD, unshard)
+    schedule.register_custom_function(schedules.RESHARD, reshard)
+    schedule.register_custom_function(schedules.REDUCE_GRAD, reduce)
+
+
+def train_data_parallel(name: str, how: str, by_hand: bool = False) -> list[str]:
     """Pipeline × data parallel: gradients equal those of both halves of the batch together."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     group, replica = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
@@ -239,6 +265,8 @@ def train_data_parallel(name: str, how: str) -> list[str]:
             )
     given = stages[0] if name in work.SINGLE else stages
     schedule = schedules.get_schedule_class(name)(given, 4, loss_fn=work.mean_loss)  # type: ignore[arg-type]
+    if by_hand:
+        register_sharding_by_hand(schedule)
     halves = [work.make_batch(8, seed=s) for s in (1, 2)]
     problems = []
     for step in range(2):
@@ -316,4 +344,83 @@ def dtensor_boundary(with_callback: bool) -> Any:
     if rank == 1:
         assert asked == [("tp",)]
         problems += work.differences({"y": output.full_tensor()}, {"y": value.detach()})
+    return problems
+
+
+def two_schedules_of_one_stage() -> list[str]:
+    """A second schedule on the same stages, in turns with the first, as some programs evaluate."""
+    x, y, _ = work.make_batch(8)
+    schedule, stages, _ = work.build(work.OURS, "1F1B", 4)
+    other = schedules.ScheduleGPipe(stages[0], 2, loss_fn=work.mean_loss)
+    truth = work.make_model(2)
+    for _ in range(2):
+        schedule.step(x, target=y)
+        other.step(x, target=y)
+        other.eval(x, target=y)
+        for parts in (4, 2):
+            pairs = zip(x.chunk(parts), y.chunk(parts), strict=True)
+            work.run_plainly(truth, [(a, b, {}) for a, b in pairs])
+    expected = {f"{stages[0].stage_index}.{k}": p.grad
+                for k, p in truth[stages[0].stage_index].named_parameters()}  # fmt: skip
+    return work.differences(work.gradients(stages), expected)
+
+
+def arguments_that_want_gradients() -> list[str]:
+    """The batch, and a keyword of every stage."""
+    x, y, scale = work.make_batch(8)
+    x, scale = x.requires_grad_(), scale.requires_grad_()
+    schedule, stages, _ = work.build(work.OURS, "1F1B", 4)
+    schedule.step(x, target=y, scale=scale)
+    truth = work.make_model(2)
+    a, b = x.detach().requires_grad_(), scale.detach()
+    own = [b.clone().requires_grad_() for _ in truth]
+    value = a
+    for module, one in zip(truth, own, strict=True):
+        value = module(value, scale=one)
+    work.mean_loss(value, y).backward()
+    index = stages[0].stage_index
+    problems = work.differences({"scale": scale.grad}, {"scale": own[index].grad})
+    if stages[0].is_first:
+        problems += work.differences({"x": x.grad}, {"x": a.grad})
+    return problems
+
+
+class Several(nn.Module):
+    """Two tensors in, two out, one of them without a gradient."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(work.WIDTH, work.WIDTH).double()
+        self.last = last
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> Any:
+        count = torch.zeros(len(x), dtype=torch.int64) if count is None else count + 1
+        y = torch.tanh(self.linear(x))
+        return {"y": y, "count": count} if self.last else [y, count]
+
+
+def several_values() -> list[str]:
+    torch.manual_seed(4)
+    modules = [Several(last=False), Several(last=True)]
+    rank = dist.get_rank()
+    stage = PipelineStage(modules[rank], rank, 2, CPU)
+
+    def loss_fn(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        assert set(output["count"].tolist()) == {1}
+        return work.mean_loss(output["y"], target)
+
+    schedule = schedules.Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    x, y, _ = work.make_batch(8)
+    output = schedule.step(x, target=y)
+    own = [p.grad.clone() for p in modules[rank].parameters() if p.grad is not None]
+    for module in modules:
+        module.zero_grad()
+    expected = modules[1](*modules[0](x))
+    work.mean_loss(expected["y"], y).backward()
+    problems = work.differences(
+        dict(enumerate(own)),  # type: ignore[arg-type]
+        {i: p.grad for i, p in enumerate(modules[rank].parameters())},  # type: ignore[misc]
+    )
+    if rank == 1:
+        problems += work.differences(output, {k: v.detach() for k, v in expected.items()})
     return problems

@@ -73,6 +73,10 @@ def test_data_parallel_stages(four_ranks: ProcessPool, name: str, how: str) -> N
     assert four_ranks.run(work.train_data_parallel, name, how) == [[]] * 4
 
 
+def test_sharding_by_hand(four_ranks: ProcessPool) -> None:
+    assert four_ranks.run(work.train_data_parallel, "ZBVZeroBubble", "fsdp", True) == [[]] * 4
+
+
 def test_dtensors_cross_boundaries(four_ranks: ProcessPool) -> None:
     assert four_ranks.run(work.dtensor_boundary, True) == [[]] * 4
 
@@ -81,3 +85,15 @@ def test_an_unknown_mesh_names_the_remedy(four_ranks: ProcessPool) -> None:
     for _, is_metadata_error, message in four_ranks.run(work.dtensor_boundary, False):
         assert is_metadata_error
         assert "get_mesh" in message
+
+
+def test_two_schedules_of_one_stage(two_ranks: ProcessPool) -> None:
+    assert two_ranks.run(work.two_schedules_of_one_stage) == [[], []]
+
+
+def test_arguments_that_want_gradients(two_ranks: ProcessPool) -> None:
+    assert two_ranks.run(work.arguments_that_want_gradients) == [[], []]
+
+
+def test_several_values_between_stages(two_ranks: ProcessPool) -> None:
+    assert two_ranks.run(work.several_values) == [[], []]
