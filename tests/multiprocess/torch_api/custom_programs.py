@@ -352,3 +352,29 @@ def train_graphs(name: str) -> list[str]:
             {"losses": torch.stack(losses)}, {"losses": torch.stack(true_losses)}
         )
     return problems
+
+
+def refuse(rows: tuple[str, ...]) -> tuple[str, str]:
+    """A program that would never end; what is raised instead."""
+    modules = work.make_model(2)
+    stages = make_stages(work.OURS, [[0], [1]], modules)
+    schedule = make_class(work.OURS, rows, base="_PipelineScheduleRuntime")(
+        stages, 2, loss_fn=work.mean_loss
+    )
+    x, y, _ = work.make_batch(4)
+    try:
+        schedule.step(x, target=y)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def differ() -> tuple[str, str]:
+    """Ranks with different programs."""
+    complete = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    )
+    if dist.get_rank() == 0:
+        return refuse(complete)
+    return refuse((complete[0], complete[1].replace("1F0 1RECV_F1", "1RECV_F1 1F0")))

@@ -93,6 +93,7 @@ def misuse() -> list[str]:
     expect("TypeError", "must be a list", lambda: schedule.step(arg_mbs=((x,),) * 4))
     expect("ValueError", "exclude", lambda: schedule.step(x, target_mbs=[y] * 4))
     expect("TypeError", "losses", lambda: schedule.step(x, target=y, losses=()))
+    stages[0].has_backward = True
     expect("AssertionError", "smaller", lambda: schedule.step(x[:8], target=y[:2]))
     expect(
         "AssertionError",

@@ -52,3 +52,36 @@ def test_modules_that_defer_their_weights(two_ranks: ProcessPool, name: str) -> 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
 def test_functions_with_graphs_of_their_own(two_ranks: ProcessPool, name: str) -> None:
     assert two_ranks.run(work.train_graphs, name) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        (
+            (
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0B1",
+                "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1",
+            ),
+            "0B1",
+        ),
+        (
+            (
+                "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+                "1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0",
+            ),
+            "DEADLOCK",
+        ),
+    ],
+)
+def test_programs_that_would_never_end_are_refused(
+    two_ranks: ProcessPool, rows: tuple[str, ...], code: str
+) -> None:
+    for kind, message in two_ranks.run(work.refuse, rows):
+        assert kind == "VerificationError"
+        assert code in message
+
+
+def test_ranks_with_different_programs_are_told(two_ranks: ProcessPool) -> None:
+    for kind, message in two_ranks.run(work.differ):
+        assert kind == "ScheduleError"
+        assert "different programs" in message
