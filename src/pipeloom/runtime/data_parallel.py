@@ -49,6 +49,9 @@ class DataParallelStage(Protocol):
     def reduce(self) -> None:
         """Reduce this step's gradients, once, after the last backward."""
 
+    def restore(self) -> None:
+        """After a failure: put back gradients that were set aside."""
+
 
 def recognise(module: nn.Module) -> DataParallelStage | None:
     """The data-parallel side of a stage's module, ``None`` if it has none."""
@@ -111,6 +114,9 @@ class _ShardedStage:
                 state._root_post_backward_final_callback()
         self._set_synchronisation(False)
 
+    def restore(self) -> None:
+        """Nothing was set aside: FSDP keeps what it accumulates beside ``.grad``."""
+
     def _set_synchronisation(self, on: bool) -> None:
         for part in self._parts:
             part.set_requires_gradient_sync(on, recurse=False)
@@ -161,6 +167,9 @@ class _ReplicatedStage:
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
         self._gradients.finish(found)
+
+    def restore(self) -> None:
+        self._gradients.restore()
 
 
 def _fill_buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -147,8 +147,10 @@ class Executor:
     def _reduce_the_rest(self) -> None:
         """A program need not say when data-parallel stages reduce; then it is here."""
         if self.schedule.has_backward:
-            for stage, side in sorted(self._parts.data_parallel.items()):
-                if stage not in self._reduced:
+            # The parts are those of the process, which may have other ranks, still at work.
+            for stage in self.schedule.placement.stages_on(self.rank):
+                side = self._parts.data_parallel.get(stage)
+                if side is not None and stage not in self._reduced:
                     side.reduce()
 
     # ── binding ──────────────────────────────────────────────────────────────────────────────

@@ -47,11 +47,14 @@ class StepGradients:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._module = module
+        self._parameters: list[nn.Parameter] = []
         self._before: list[Tensor | None] = []
 
     def begin_step(self) -> None:
-        """Set aside what the gradients are before the step."""
+        """Set aside what the gradients are before the step. Parameters are asked for anew: they
+        may have been frozen, thawed or replaced since the last one."""
+        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

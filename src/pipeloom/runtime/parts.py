@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from pipeloom.errors import ScheduleError
 from pipeloom.ir.products import PENDING_WEIGHTS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
@@ -104,4 +105,23 @@ def _make_exchanges(
             if unique:
                 exchange = CopyExchange(tuple(unique.values()))
                 exchanges.update(dict.fromkeys(local, exchange))
+    _require_own_parameters(modules, exchanges)
     return exchanges
+
+
+def _require_own_parameters(modules: Mapping[int, nn.Module], exchanged: Collection[int]) -> None:
+    """A gradient that is summed over copies must be that of one stage: a parameter that two
+    modules share would be summed with both, and counted twice."""
+    owners: dict[nn.Parameter, int] = {}
+    problems = []
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            other = owners.setdefault(parameter, stage)
+            if modules[other] is not module and {stage, other} & set(exchanged):
+                problems.append(f"{name} of stage {stage} is also in stage {other}")
+    if problems:
+        raise ScheduleError(
+            "stages that have copies elsewhere cannot share parameters with other stages: "
+            f"{'; '.join(problems)}. Give every stage parameters of its own, or use a schedule in "
+            "one direction"
+        )
