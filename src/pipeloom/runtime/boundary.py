@@ -27,11 +27,13 @@ from pipeloom.errors import ShapeError
 from pipeloom.runtime.transport.protocol import TensorSpec
 
 __all__ = [
+    "REGISTER",
     "Layout",
     "Routed",
     "assemble",
     "fits",
     "flatten",
+    "hides_tensors",
     "is_arguments",
     "map_leaves",
     "name_leaves",
@@ -116,12 +118,48 @@ def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
         )
     leaves, tree = flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if hides_tensors(leaf):
+            raise ShapeError(
+                f"a {type(leaf).__name__} crosses a stage boundary with tensors in it, which would "
+                f"not be sent, nor get gradients; {REGISTER}, or return its tensors in a tuple or "
+                "dict"
+            )
     return tensors, Layout(
         tuple([TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors]),
         tuple([tensor.requires_grad for tensor in tensors]),
         tree,
         tuple([_TENSOR_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
     )
+
+
+#: What to do about a value of a class that pytrees do not know.
+REGISTER = (
+    "register its class as a pytree (torch.utils._pytree.register_dataclass or "
+    "register_pytree_node)"
+)
+
+#: Values that surely hold no tensors, so that nobody has to look.
+_PLAIN = (Tensor, int, float, complex, str, bytes, type(None), type)
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """True for what is one leaf to a pytree, because its class is not registered, but holds
+    tensors.
+
+    >>> import collections, torch
+    >>> hides_tensors(collections.UserDict(x=torch.zeros(1))), hides_tensors("text")
+    (True, False)
+    """
+    if isinstance(leaf, _PLAIN):
+        return False
+    parts = list(getattr(leaf, "__dict__", {}).values())
+    if isinstance(leaf, Mapping):
+        parts += leaf.values()
+    elif isinstance(leaf, (list, tuple, set, frozenset)):
+        parts += leaf
+    parts += [getattr(leaf, slot, None) for slot in getattr(type(leaf), "__slots__", ())]
+    return any(isinstance(part, Tensor) for part in flatten(parts)[0])
 
 
 def assemble(layout: Layout, tensors: Sequence[Tensor]) -> Any:

@@ -10,28 +10,31 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeloom.errors import ScheduleError, StepError
 from pipeloom.ir.schedule import Schedule
+from pipeloom.runtime.bindings import Bindings
 from pipeloom.runtime.driver import drive, make_failure
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.gradients import finish_arguments
 from pipeloom.runtime.hooks import ActionEvent, Hooks, RemovableHook
 from pipeloom.runtime.loss import StepLoss
 from pipeloom.runtime.messages import Promises
-from pipeloom.runtime.microbatches import Batch, merge_outputs, split_batch
-from pipeloom.runtime.observer import Observer
+from pipeloom.runtime.microbatches import Batch, split_batch
 from pipeloom.runtime.options import Options
 from pipeloom.runtime.parts import make_parts
 from pipeloom.runtime.programs import Programs
 from pipeloom.runtime.recorder import RankRecorder, Recording, make_timeline
-from pipeloom.runtime.result import StepResult, share_losses, type_of_losses
+from pipeloom.runtime.result import Results, StepResult
 from pipeloom.runtime.stage import StepInputs
 from pipeloom.runtime.transport.protocol import Transport
 
@@ -57,9 +60,13 @@ class PipelineCore:
         self._recordings: list[Recording] = []
         self._failure: StepError | None = None
         self._num_steps = 0
-        self._loss_type: torch.dtype | None = None
-        self._loss_type_is_known = False
-        self.modules = dict(modules)
+        self._num_trained = 0
+        self._is_closed = False
+        #: Held while a step runs.
+        self._turn = threading.Lock()
+        #: The stages of this process. They are bound once: put what they hold into other words
+        #: in place (``module.compile()``), or make another pipeline.
+        self.modules: Mapping[int, nn.Module] = MappingProxyType(dict(modules))
         parameters = (p for module in self.modules.values() for p in module.parameters())
         self._device = next((p.device for p in parameters), torch.device("cpu"))
         self._topology = programs.source.topology
@@ -67,10 +74,9 @@ class PipelineCore:
         self._runners = self._parts.runners
         self._promises = {rank: Promises(options.shapes) for rank in transport.local_ranks}
         self._recorders = {rank: RankRecorder(self._device) for rank in transport.local_ranks}
-        #: (microbatches, training) of the programs that the transport is ready for.
-        self._connected: set[tuple[int, bool]] = set()
-        #: Programs that are bound: (microbatches, training, watched) → executors and for what.
-        self._bound: dict[tuple[int, bool, bool], tuple[object, list[Executor]]] = {}
+        self._results = Results(transport, options, self._topology, self._device)
+        #: Programs with the executors that they are bound to.
+        self._bound = Bindings(transport, self._hooks, self._promises, self._recorders)
 
     # ── what users call ──────────────────────────────────────────────────────────────────────
 
@@ -164,14 +170,37 @@ class PipelineCore:
 
     def close(self) -> None:
         """Let go of connections and threads; the pipeline cannot run any more."""
+        self._is_closed = True
         self._transport.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, as it is bound to its stages "
+            "and connections; copy or save the stages, and make another pipeline of them"
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} stages {sorted(self.modules)} of {self.schedule!r}>"
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────
 
-    def _run(
+    def _run(self, program: Schedule, *given: Any) -> StepResult:
+        """Run a program, unless that is impossible or one runs already."""
+        if self._failure is not None:
+            raise copy(self._failure)
+        if self._is_closed:
+            raise StepError("the pipeline was closed and cannot run any more; make another one")
+        if not self._turn.acquire(blocking=False):
+            raise StepError(
+                "a step of this pipeline is running already; step and eval can be called neither "
+                "from several threads at once nor by its stages, hooks or handlers"
+            )
+        try:
+            return self._run_alone(program, *given)
+        finally:
+            self._turn.release()
+
+    def _run_alone(
         self,
         program: Schedule,
         args: tuple[Any, ...],
@@ -181,10 +210,11 @@ class PipelineCore:
         stage_kwargs: Mapping[int, Mapping[str, Any]] | None,
         return_output: bool,
     ) -> StepResult:
-        if self._failure is not None:
-            raise copy(self._failure)
+        start = time.perf_counter()
         training = program.has_backward
-        executors = self._bind(program)
+        executors = self._bound.find(
+            program, self._parts, self._options, is_recorded=bool(self._recordings)
+        )
         losses: dict[int, StepLoss] = {}
         try:
             batches = self._split(program, args, kwargs, target, stage_kwargs or {})
@@ -212,7 +242,24 @@ class PipelineCore:
                 runner.end_step()
         if self._recordings:
             self._add_recorded(program)
+        self._report(program, time.perf_counter() - start)
         return result
+
+    def _report(self, program: Schedule, seconds: float) -> None:
+        """Tell those who listen to the logger; on a device, how long the host was busy."""
+        logger.debug(
+            "step %d: %s with %d microbatches took %.1f ms",
+            self._num_steps,
+            program.name,
+            program.num_microbatches,
+            1e3 * seconds,
+        )
+        if program.has_backward:
+            self._num_trained += 1
+            for stage, runner in self._runners.items() if self._num_trained == 1 else ():
+                choice = runner.backward.choice if runner.backward is not None else None
+                if choice is not None:
+                    logger.info("stage %d: backward %s: %s", stage, choice.method, choice.reason)
 
     def _split(
         self,
@@ -302,55 +349,24 @@ class PipelineCore:
                     training,
                 )
             )
-        for side in self._parts.data_parallel.values():
-            side.begin_step(training=training)
+        # Gradients from before are set aside by the exchange between copies first: it comes last.
         if training:
             for exchange in set(self._parts.exchanges.values()):
                 exchange.begin_step()
+        for side in self._parts.data_parallel.values():
+            side.begin_step(training=training)
         if self._recordings:
             for executor in executors:
                 self._recorders[executor.rank].begin_step()
         self._num_steps += 1
         self._transport.begin_step(self._num_steps)
 
-    def _bind(self, program: Schedule) -> list[Executor]:
-        """The program of every local rank, bound; a second time for steps that are watched."""
-        watched = bool(self._hooks or self._recordings or _profiler_is_on())
-        key = (program.num_microbatches, program.has_backward, watched)
-        stamp = (program, self._hooks.version, bool(self._recordings)) if watched else (program,)
-        known = self._bound.get(key)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        if key[:2] not in self._connected:
-            # All ranks together: what one of them watches or forgets must not matter here.
-            self._transport.connect(program)
-            self._connected.add(key[:2])
-        handlers = self._options.handlers_by_kind()
-        executors = [
-            Executor(
-                rank,
-                program,
-                self._transport.endpoint(rank),
-                self._parts,
-                handlers=handlers,
-                promises=self._promises[rank],
-                observer=self._observe(rank) if watched else None,
-            )
-            for rank in self._transport.local_ranks
-        ]
-        if len(self._bound) >= MOST_BOUND:
-            self._bound.pop(next(iter(self._bound)))
-        self._bound[key] = (stamp, executors)
-        return executors
-
-    def _observe(self, rank: int) -> Observer:
-        recorder = self._recorders[rank] if self._recordings else None
-        return Observer(self._hooks, recorder, self._options.profiler_name)
-
     def _fail(self, error: StepError, cause: BaseException | None) -> NoReturn:
         """Tell the other ranks, remember the error without what its traceback holds, raise it."""
         logger.info("step %d failed: %s", self._num_steps, error)
         self._failure = copy(error).with_traceback(None)
+        for side in self._parts.data_parallel.values():
+            side.restore()
         for exchange in set(self._parts.exchanges.values()):
             exchange.restore()
         agreed = self._transport.fail(self._failure)
@@ -365,38 +381,8 @@ class PipelineCore:
         self, program: Schedule, losses: Mapping[int, StepLoss], return_output: bool
     ) -> StepResult:
         """Share the losses, merge the outputs."""
-        num_microbatches = program.num_microbatches
-        output = None
         outputs = {m: o for runner in self._runners.values() for m, o in runner.outputs.items()}
-        if return_output and outputs:
-            output = merge_outputs([outputs[m] for m in sorted(outputs)], self._options.merge)
-        if not self._options.share_loss and not losses:
-            return StepResult(None, None, output)
-        if self._options.loss_fn is None:
-            return StepResult(None, None, output)
-        share = self._transport.sum_over_processes if self._options.share_loss else _alone
-        total, each, known = share_losses(
-            losses,
-            num_microbatches=num_microbatches,
-            weighing_stage=self._topology.last_stages[
-                self._topology.chain_of_microbatch(0, num_microbatches)
-            ],
-            device=self._device,
-            sum_over_processes=share,
-        )
-        if not program.has_backward and not known.item():
-            return StepResult(None, None, output)
-        loss_type = self._find_loss_type(losses)
-        return StepResult(total.to(loss_type), each.to(loss_type).unbind(), output)
-
-    def _find_loss_type(self, losses: Mapping[int, StepLoss]) -> torch.dtype:
-        """The type that ``loss_fn`` returns, agreed on once between the processes."""
-        own = type_of_losses(losses)
-        if not self._loss_type_is_known and self._options.share_loss:
-            types = self._transport.gather_objects([own] * len(self._transport.local_ranks))
-            self._loss_type = next((one for one in types if one is not None), None)
-            self._loss_type_is_known = True
-        return own or self._loss_type or torch.float64
+        return self._results.make(program, losses, outputs if return_output else {})
 
     def _add_recorded(self, program: Schedule) -> None:
         own = [self._recorders[rank].take_rows() for rank in self._transport.local_ranks]
@@ -404,15 +390,3 @@ class PipelineCore:
         timeline = make_timeline(program, rows, self._transport.clock_offsets())
         for recording in self._recordings:
             recording.add(timeline)
-
-
-#: Bindings are kept for this many programs.
-MOST_BOUND = 32
-
-
-def _alone(values: Tensor) -> Tensor:
-    return values
-
-
-def _profiler_is_on() -> bool:
-    return bool(torch._C._autograd._profiler_enabled())

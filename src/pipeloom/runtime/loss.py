@@ -55,6 +55,11 @@ class StepLoss:
                 f"loss_fn must return one number as a tensor, not {what}; take the mean or, with "
                 "loss_weight, the sum"
             )
+        if loss.is_complex():
+            raise ShapeError(
+                f"loss_fn must return a real number, not one of type {loss.dtype}; take its "
+                "absolute value or its real part"
+            )
         # A copy: the storage behind a mean may be as large as what it was taken of.
         kept = loss.detach().clone()
         self.losses[microbatch] = kept.reshape(()) if kept.dim() else kept
@@ -70,6 +75,7 @@ def _add_weights(
     if loss_weight is None:
         return len(targets)
     total: float | Tensor = sum(loss_weight(target) for target in targets)
-    if not isinstance(total, Tensor) and total == 0:
+    # A tensor on a device is not asked: that would wait for the device.
+    if (not isinstance(total, Tensor) or total.device.type == "cpu") and float(total) == 0:
         raise ShapeError("loss_weight gave 0 for every microbatch; the step's loss has no scale")
     return total

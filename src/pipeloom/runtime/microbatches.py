@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipeloom.errors import ShapeError
 from pipeloom.runtime.block_mask import is_block_mask, split_block_mask
-from pipeloom.runtime.boundary import flatten, name_leaves, unflatten
+from pipeloom.runtime.boundary import REGISTER, flatten, hides_tensors, name_leaves, unflatten
 
 __all__ = [
     "PreSplit",
@@ -255,6 +255,12 @@ def _spread_rule(rule: Any, value: Any, root: str) -> list[Any]:
     raise ShapeError(f"the rule for {root} is {rule!r}, which does not have the value's form")
 
 
+def _is_unknown(value: Any) -> bool:
+    """True for arrays that are no tensors, and for what holds tensors that nobody would cut."""
+    is_array = hasattr(value, "__array__") and bool(getattr(value, "shape", None))
+    return not isinstance(value, Tensor) and (is_array or hides_tensors(value))
+
+
 class _Leaf:
     """One leaf of the arguments and how it is split."""
 
@@ -287,6 +293,12 @@ class _Leaf:
             rows = value.kv_num_blocks.shape[0]
             if rows not in (1, size or rows):
                 problems.append(f"{name} is a block mask for {rows} rows, the batch has {size}")
+        elif isinstance(self.rule, int) and not self.is_split and _is_unknown(value):
+            problems.append(
+                f"{name} is a {type(value).__name__}, which is neither a tensor nor a container "
+                f"that can be looked into; make it a tensor, {REGISTER}, or declare it: "
+                f"{self._replication()} or a function"
+            )
         elif self.is_split and not self.tells_batch:
             problems.append(
                 f"{name} has shape {list(value.shape)} and no dimension {self.rule}; declare it: "
@@ -297,6 +309,8 @@ class _Leaf:
                 f"{name} has shape {list(value.shape)}: its dimension {self.rule} is not the batch "
                 f"of {size}; declare it: {self._remedy()}"
             )
+        elif self.is_split and not self.size:
+            problems.append(f"{name} has no rows")
         elif self.is_split and self.size < num_microbatches:
             problems.append(
                 f"{name} has {self.size} rows, fewer than microbatches; "
@@ -309,9 +323,12 @@ class _Leaf:
             )
 
     def _remedy(self) -> str:
+        return f"{self._replication()}, another dimension, or a function"
+
+    def _replication(self) -> str:
         key = self.name.split("[", 1)[-1].split("]", 1)[0]
         key = '"target"' if self.name.startswith("target") else key.replace("'", '"')
-        return f"split={{{key}: REPLICATE}}, another dimension, or a function"
+        return f"split={{{key}: REPLICATE}}"
 
     def split(self, num_microbatches: int) -> Sequence[Any]:
         """One value per microbatch."""

@@ -6,6 +6,7 @@ binding runs only in steps that are watched.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,17 @@ from pipeloom.runtime.hooks import ActionEvent, Hooks
 from pipeloom.runtime.recorder import RankRecorder
 from pipeloom.runtime.transport.protocol import Message
 
-__all__ = ["Observer", "name_for_profiler"]
+__all__ = ["Observer", "name_for_profiler", "somebody_follows"]
 
 Call = Callable[[], None]
+
+#: One line for every action, before it runs, at the level DEBUG.
+progress = logging.getLogger("pipeloom.runtime.progress")
+
+
+def somebody_follows() -> bool:
+    """True if the logger of the progress is switched on."""
+    return progress.isEnabledFor(logging.DEBUG)
 
 
 def name_for_profiler(action: Action) -> str:
@@ -64,6 +73,7 @@ class Observer:
         name = self._profiler_name(action)
 
         def observed() -> None:
+            progress.debug("rank %d: %s", rank, action)
             for hook in before:
                 hook(starts)
             with record_function(name):

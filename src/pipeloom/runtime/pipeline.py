@@ -79,6 +79,7 @@ class LocalPipeline(PipelineCore):
         given = dict(stages) if isinstance(stages, Mapping) else dict(enumerate(stages))
         if not given:
             raise ScheduleError("a pipeline needs at least one stage")
+        _require_modules(given)
         transport = LocalTransport(infer_ranks(schedule, num_stages=len(given), ranks=ranks))
         programs = Programs(
             schedule,
@@ -136,6 +137,7 @@ class Pipeline(PipelineCore):
         skip_connections: Sequence[tuple[int, int]] = (),
         **options: Any,
     ) -> None:
+        _require_modules(stages)
         chosen = Options(**options)
         own = transport
         if own is None:
@@ -158,6 +160,17 @@ class Pipeline(PipelineCore):
         # On every rank for all of them, so that all raise and none waits for the others.
         _require_stages(dict(enumerate(there for there, _ in everywhere)), programs.source)
         super().__init__(stages, programs, own, chosen)
+
+
+def _require_modules(stages: Mapping[int, object]) -> None:
+    """Raise for what looks like a stage and is none: a function, a part's name."""
+    wrong = [
+        f"stage {stage} is a {type(one).__name__}"
+        for stage, one in stages.items()
+        if not isinstance(one, nn.Module)
+    ]
+    if wrong:
+        raise ScheduleError(f"stages are torch.nn.Module objects, but {', '.join(wrong)}")
 
 
 def _open_transport(group: Any, stages: Mapping[int, nn.Module], **timeouts: float) -> Transport:

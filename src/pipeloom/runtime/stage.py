@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward import BackwardMethod, SavedMicrobatch
 from pipeloom.runtime.boundary import (
     Layout,
@@ -224,7 +225,22 @@ class StageRunner:
         if inputs.loss is None:
             return []
         share = inputs.loss.compute(output, microbatch)
-        return [share] if share.requires_grad else []
+        if share.requires_grad:
+            return [share]
+        if inputs.training:
+            self._require_nothing_to_train(microbatch)
+        return []
+
+    def _require_nothing_to_train(self, microbatch: int) -> None:
+        """A loss without a gradient is right only where nothing before it wants one."""
+        _, leaves = self._open[microbatch]
+        if leaves or any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise BackwardError(
+                f"the loss of microbatch {microbatch} does not require grad, although inputs or "
+                f"parameters of stage {self.index} do: something in the stage or in loss_fn cut "
+                "the graph (detach, item, no_grad, a constant); call eval for a forward pass "
+                "alone, or return (output * 0).sum() for a microbatch without a loss"
+            )
 
     def _pass_on(self, microbatch: int, flight: _InFlight, output: Any) -> list[Tensor]:
         differentiable: list[Tensor] = []

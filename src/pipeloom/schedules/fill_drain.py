@@ -99,9 +99,10 @@ def forward_only_like(schedule: Schedule, num_microbatches: int | None = None) -
     """
     topology, placement = schedule.topology, schedule.placement
     microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
-    if microbatches < 1:
+    if type(microbatches) is not int or microbatches < 1:
         raise ScheduleError(
-            f"a forward-only schedule needs 1 or more microbatches, not {microbatches}"
+            "a forward-only schedule needs microbatches to be a whole number, 1 or more, not "
+            f"{microbatches!r}"
         )
     # A pass of stage depth d for the i-th microbatch of its chain enters at its chain's rhythm:
     # as many passes of a rank fall on each microbatch as stages of the chain lie on it.

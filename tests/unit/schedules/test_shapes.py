@@ -69,7 +69,7 @@ def test_forward_only_like_keeps_the_placement(name: str) -> None:
         assert forward.num_microbatches == microbatches
         assert not forward.has_backward
     assert forward_only_like(schedule).num_microbatches == 8
-    with pytest.raises(ScheduleError, match="1 or more microbatches, not 0"):
+    with pytest.raises(ScheduleError, match="1 or more, not 0"):
         forward_only_like(schedule, 0)
 
 
