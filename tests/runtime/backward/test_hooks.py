@@ -210,6 +210,8 @@ class HookedInside(nn.Module):
         elif self.kind == "both":
             weight = doubled(torch.tanh(self.free))
             x = (x @ weight) * weight[0]
+        elif self.kind == "product":  # on the result of the product itself, no view of it
+            x = doubled(doubled(x.flatten(0, 1)) @ self.free).view_as(x)
         elif self.kind == "result":
             x = doubled(F.bilinear(x, x, self.mixed))
         return self.second(x)
@@ -244,3 +246,26 @@ def test_hooks_on_other_tensors_than_parameters_are_passed_once(
         assert not warned
     if method in ("auto", "deferred"):
         assert {"first.weight", "second.weight"} <= set(backward.choice.deferred)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_hooks_on_a_stages_output_and_first_result(needs_grad: bool) -> None:
+    """Both are results of products, the first with and without anything below it to run."""
+
+    class TwoLayers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return doubled(self.second(torch.tanh(doubled(self.first(x)))))
+
+    torch.manual_seed(0)
+    module = TwoLayers().to(DTYPE)
+    batches = [[torch.randn(5, WIDTH, dtype=DTYPE, requires_grad=needs_grad)] for _ in range(3)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    gradients = run_split(backward, module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+    assert len(backward.choice.deferred) == 4

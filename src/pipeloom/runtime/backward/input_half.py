@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -54,10 +54,14 @@ def run_input(
         if decision.watches:
             layers = learnable_layers(graph, decision, linear_owners(module))
             notes = during.enter_context(noted_inputs(layers))
+        arrived: Mapping[int, Tensor | None] = {}
+        if hooked:
+            arrived = during.enter_context(_noted_arrivals(graph, plan.captures))
         ends = [(leaf, 0) for leaf in plan.leaves]
         gradients, captured = _run_engine(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
         )
+    captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
     pending = Pending(plan, {index: nodes[index] for index in plan.passed_later})
     for position, use in enumerate(plan.deferred):
         grad, operands = captured[use.capture], taken[position]
@@ -123,6 +127,28 @@ def _run_engine(
     mine = iter(found)
     gradients = [next(mine) if leaf.requires_grad else None for leaf in inputs]
     return gradients, found[len(leaves) :]
+
+
+@contextmanager
+def _noted_arrivals(graph: Graph, edges: Sequence[Edge]) -> Iterator[Mapping[int, Tensor | None]]:
+    """Note, by its place among the edges, the gradient with which each edge's node is run.
+
+    Where the engine is asked for a gradient at a node that it also runs, it gives the gradient as
+    it was before the hooks of the node's results; what the node is run with is the one that counts.
+    """
+    noted: dict[int, Tensor | None] = {}
+
+    def note(place: int, output_nr: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def prehook(grads: tuple[Tensor | None, ...]) -> None:
+            noted[place] = grads[output_nr]
+
+        return prehook
+
+    with ExitStack() as registered:
+        for place, (node, output_nr) in enumerate(edges):
+            handle = graph.nodes[node].register_prehook(note(place, output_nr))
+            registered.callback(handle.remove)
+        yield noted
 
 
 def _may_pass_hooks(node: Any, use: Deferred) -> bool:
