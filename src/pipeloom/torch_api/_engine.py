@@ -233,8 +233,9 @@ class Engine:
 
         transport = TorchTransport(
             self._stages[0].group,
-            modules=[stage.submod for stage in self._stages],
+            device=torch.device(self._stages[0].device),
             timeout=TIMEOUT,
+            connect_timeout=TIMEOUT,
         )
         here = sorted(stage.stage_index for stage in self._stages)
         everywhere = transport.gather_objects([here])

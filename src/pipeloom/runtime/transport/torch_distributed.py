@@ -73,7 +73,7 @@ class TorchTransport:
 
     ``timeout`` is how long nothing may move within a step, ``connect_timeout`` how long the others
     may take to come when the transport is built or a new program begins. Received tensors are put
-    on the device of the ``modules``.
+    on ``device``, or that of the ``modules``.
     """
 
     sends = "rendezvous"
@@ -84,12 +84,14 @@ class TorchTransport:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         modules: Iterable[nn.Module] = (),
+        device: torch.device | None = None,
         timeout: float = 300.0,
         connect_timeout: float = 120.0,
     ) -> None:
         group = resolve_group(group)
         parameters = (parameter for module in modules for parameter in module.parameters())
-        self.device = next((p.device for p in parameters), torch.device("cpu"))
+        own = next((p.device for p in parameters), torch.device("cpu"))
+        self.device = own if device is None else device
         self.num_ranks = group.size()
         rank = group.rank()
         self.local_ranks = (rank,)
