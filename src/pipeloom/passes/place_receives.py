@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipeloom.errors import ScheduleError
@@ -26,6 +27,9 @@ from pipeloom.ir.questions import (
 )
 from pipeloom.ir.schedule import Schedule
 from pipeloom.verify.deadlock import Channel, Sends, check_model, find_deadlock
+
+#: How many actions all proofs together may walk, beyond the first proof.
+MOST_ACTIONS_PROVED = 2_000_000
 
 
 def place_receives(
@@ -52,7 +56,8 @@ def place_receives(
       what it was on every rank; what could circle now could circle before. (Blocking receives are
       not moved forward like that: there a computation would wait for the message it lets pass.)
     - Beyond that, receives move to where they were asked for on all ranks, or else on one rank
-      after the other, if the verifier's proof says that the program still has no deadlock.
+      after the other (in large programs: one group of ranks), if the verifier's proof says that the
+      program still has no deadlock.
 
     >>> from pipeloom.ir.notation import parse_grid
     >>> program = parse_grid("0F0 0SEND_F0 0F1 0SEND_F1\\n1RECV_F0 1F0 1RECV_F1 1F1", name="tiny")
@@ -87,14 +92,26 @@ def place_receives(
 
     if is_safe(moved):
         return schedule.with_actions(moved)
-    programs: list[Sequence[Action]] = list(schedule.actions)
     if when == "late" or sends != "blocking":
         programs = [move(row, pass_messages=False) for row in rows]
-    for rank, further in enumerate(moved):
-        trial = [*programs[:rank], further, *programs[rank + 1 :]]
-        if further != list(programs[rank]) and is_safe(trial):
+    else:
+        programs = [list(row) for row in schedule.actions]
+    for group in _group_ranks(schedule):
+        trial = [moved[rank] if rank in group else row for rank, row in enumerate(programs)]
+        if trial != programs and is_safe(trial):
             programs = trial
     return schedule.with_actions(programs)
+
+
+def _group_ranks(schedule: Schedule) -> list[range]:
+    """The ranks whose receives are tried together: as many groups as there is time for proofs, so
+    that a large program with many ranks does not take the square of its time."""
+    num_ranks = schedule.num_ranks
+    num_actions = sum(map(len, schedule.actions))
+    num_groups = max(1, min(num_ranks, MOST_ACTIONS_PROVED // max(1, num_actions)))
+    ends = [group * num_ranks // num_groups for group in range(num_groups + 1)]
+    # All ranks together are no group: that has been tried.
+    return [range(*pair) for pair in pairwise(ends)] if num_groups > 1 else []
 
 
 class _Receive(NamedTuple):

@@ -14,12 +14,13 @@ what is released already changes nothing and is no violation.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from pipeloom.ir.dependencies import RULES, Role
 from pipeloom.ir.products import REDUCED_GRADIENT, WEIGHT_GRADIENT
 from pipeloom.ir.questions import is_compute, simple_actions
 from pipeloom.verify.program import NOWHERE, Program
-from pipeloom.verify.report import Place, Violation
+from pipeloom.verify.report import Violation
 
 
 def check_sharding(program: Program) -> Iterator[Violation]:
@@ -69,17 +70,20 @@ def _walk_rank(program: Program, rank: int, sharded: set[int | None]) -> Iterato
 
 
 def _find_missing_reductions(program: Program, sharded: set[int | None]) -> Iterator[Violation]:
-    for stage in sorted(stage for stage in sharded if stage is not None):
-        if not _is_trained(program, stage):
-            continue
-        if program.maker_of((REDUCED_GRADIENT, stage, None, None)) == NOWHERE:
-            last = _last_computation(program, stage)
-            yield Violation(
-                "MISSING_REDUCE",
-                f"stage {stage} is sharded, and its gradients are never reduced",
-                f"add {stage}REDUCE_GRAD after it",
-                *(last or ()),
-            )
+    lacking = [
+        stage
+        for stage in sorted(stage for stage in sharded if stage is not None)
+        if _is_trained(program, stage)
+        and program.maker_of((REDUCED_GRADIENT, stage, None, None)) == NOWHERE
+    ]
+    last_of = _find_last_computations(program) if lacking else {}
+    for stage in lacking:
+        yield Violation(
+            "MISSING_REDUCE",
+            f"stage {stage} is sharded, and its gradients are never reduced",
+            f"add {stage}REDUCE_GRAD after it",
+            *program.place_of(last_of[stage]),
+        )
 
 
 def _is_trained(program: Program, stage: int) -> bool:
@@ -90,12 +94,14 @@ def _is_trained(program: Program, stage: int) -> bool:
     )
 
 
-def _last_computation(program: Program, stage: int) -> Place | None:
-    for location in range(program.starts[-1] - 1, -1, -1):
-        action = program.action_at(location)
-        if is_compute(action) and any(part.stage == stage for part in simple_actions(action)):
-            return program.place_of(location)
-    return None
+def _find_last_computations(program: Program) -> dict[int | None, int]:
+    """Stage → the location of its last computation."""
+    return {
+        part[1]: location
+        for location, action in enumerate(chain.from_iterable(program.rows))
+        if is_compute(action)
+        for part in simple_actions(action)
+    }
 
 
 def _find_lonely_copies(program: Program) -> Iterator[Violation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeloom.passes.insert_communication import insert_communication
 from pipeloom.passes.place_receives import place_receives
 from pipeloom.passes.strip_communication import strip_communication
 from pipeloom.schedules.registry import build_schedule
+from pipeloom.verify.deadlock import find_deadlock
 from pipeloom.verify.verifier import verify
 from unit.passes.blocking_run import edges_of, find_stuck
 
@@ -192,6 +194,29 @@ def test_a_deferral_that_would_deadlock_is_not_made() -> None:
         careful = place_receives(program, "late", sends="rendezvous", channel=channel)  # type: ignore[arg-type]
         assert careful.actions[0] == program.actions[0]
         verify(careful, sends="rendezvous", channel=channel).raise_for_errors()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("allowed", "most"), [(10**9, 13), (1000, 3), (0, 1)])
+def test_the_proofs_of_large_programs_are_counted(
+    allowed: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proof a rank would make the time of programs with many ranks quadratic."""
+    program = lowered("1f1b", ranks=12, microbatches=6)
+    num_actions = sum(map(len, program.actions))
+    assert 2 * num_actions < 1000 < 3 * num_actions
+    proofs = 0
+
+    def count_proofs(*args: Any, **kwargs: Any) -> Any:
+        nonlocal proofs
+        proofs += 1
+        return find_deadlock(*args, **kwargs)
+
+    module = import_module("pipeloom.passes.place_receives")
+    monkeypatch.setattr(module, "find_deadlock", count_proofs)
+    monkeypatch.setattr(module, "MOST_ACTIONS_PROVED", allowed)
+    placed = place_receives(program, "late", sends="rendezvous", channel="all")
+    assert 1 <= proofs <= most
+    verify(placed, sends="rendezvous", channel="all").raise_for_errors()
 
 
 def test_receives_of_one_edge_keep_their_order_where_uses_do_not() -> None:

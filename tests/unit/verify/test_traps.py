@@ -252,6 +252,8 @@ def test_sharding() -> None:
     report = check("0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD")
     assert report.codes == ("DOUBLE_UNSHARD", "MISSING_REDUCE")
     assert report.violations[1].position == 3, "after the last backward"
+    report = check("0UNSHARD 0F0 0B0 \n 1UNSHARD 2UNSHARD 1F0 2F0 2B0 1B0 2RESHARD")
+    assert [str(v.action) for v in report.violations] == ["0B0", "1B0", "2B0"]
     assert check("0F0 0F1 0B0 0REDUCE_GRAD 0B1").codes == ("REDUCE_BEFORE_BACKWARD",)
 
 
