@@ -53,7 +53,10 @@ class Pass:
 
     def run(self, schedule: Schedule) -> Schedule:
         """What the pass makes of the schedule."""
-        return self.function(schedule, **self.arguments)
+        result = self.function(schedule, **self.arguments)
+        if not isinstance(result, Schedule):
+            raise ScheduleError(f"the pass {self} returned {result!r}, not a Schedule")
+        return result
 
     @property
     def summary(self) -> str:
@@ -92,7 +95,8 @@ def make_pass(item: str | Callable[..., Schedule], **arguments: Any) -> Pass:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ScheduleError(f"no pass is named {item!r}{hint}; known: {', '.join(PASS_NAMES)}")
         item = getattr(import_module(f"pipeloom.passes.{item}"), item)
-    assert callable(item)
+    if not callable(item):
+        raise ScheduleError(f"a pass is a name or a function of a Schedule, not {item!r}")
     step = Pass(getattr(item, "__name__", type(item).__name__), item, arguments)
     if arguments:
         known = [option.name for option in step.options]

@@ -124,6 +124,17 @@ def test_a_wrong_pass_is_named() -> None:
     PassPipeline([drop_the_last], verify_each=False).run(parse_grid(TINY))
 
 
+def test_what_is_no_pass_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="a name or a function of a Schedule, not 3"):
+        PassPipeline([3])  # type: ignore[list-item]
+
+    def forgetful(schedule: Schedule) -> Schedule:
+        return None  # type: ignore[return-value]
+
+    with pytest.raises(ScheduleError, match="the pass forgetful returned None, not a Schedule"):
+        PassPipeline([forgetful]).run(parse_grid(TINY))
+
+
 def test_wrong_input_is_not_blamed_on_a_pass() -> None:
     with pytest.raises(VerificationError) as caught:
         PassPipeline(["merge_backward"]).run(parse_grid("0F0 0F0"))
