@@ -113,6 +113,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, encoding="utf-8", newline="")
         temporary.replace(path)
+    except OSError as error:
+        # Whoever reads it knows nothing of a temporary file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

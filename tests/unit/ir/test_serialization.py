@@ -128,6 +128,19 @@ def test_an_unknown_suffix_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "it.csv"
+    with pytest.raises(FileNotFoundError) as caught:
+        CHAIN.save(path)
+    assert str(caught.value) == f"[Errno 2] No such file or directory: {str(path)!r}"
+    folder = tmp_path / "it.csv"
+    folder.mkdir()
+    with pytest.raises(OSError, match="directory") as caught_too:
+        CHAIN.save(folder)
+    assert str(caught_too.value).endswith(f": {str(folder)!r}")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = CHAIN.save(tmp_path / "it.json")
     SKIP.save(path)
