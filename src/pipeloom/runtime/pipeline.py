@@ -173,7 +173,7 @@ def _require_modules(stages: Mapping[int, object]) -> None:
         raise ScheduleError(f"stages are torch.nn.Module objects, but {', '.join(wrong)}")
 
 
-def _open_transport(group: Any, stages: Mapping[int, nn.Module], **timeouts: float) -> Transport:
+def _open_transport(group: Any, stages: Mapping[int, nn.Module], **timeouts: Any) -> Transport:
     from pipeloom.runtime.transport.torch_distributed import TorchTransport
 
     return TorchTransport(group, modules=stages.values(), **timeouts)
