@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipeloom.errors import BackwardError
-from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.backward import SplitBackwardWarning, choose_method
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_inputs,
@@ -199,8 +199,9 @@ def test_selective_checkpoints(self_check: str) -> None:
         gradients = run_split(backward, module, batches, truth)
     assert_same_parameters(module, truth.module)
     assert_same_inputs(gradients, truth.input_grads)
-    expected = "was not compared" if self_check == "numeric" else ""
-    assert all(expected in str(one.message) for one in said)
+    said = [str(one.message) for one in said if one.category is SplitBackwardWarning]
+    # A second run is refused by some versions of torch, and gives wrong gradients in others.
+    assert all("was not compared" in one or "differ from those" in one for one in said)
     assert bool(said) == (self_check == "numeric")
     if self_check == "structural":
         assert {"first.weight", "second.weight"} <= set(backward.choice.deferred)
