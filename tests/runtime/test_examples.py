@@ -30,3 +30,9 @@ def test_custom_schedule(capsys):
 def test_skip_connections(capsys):
     first, last = load("skip_connections")()
     assert last < 0.7 * first
+
+
+def test_training_loop(capsys):
+    before, after = load("training_loop")(updates=12)
+    assert after < 0.7 * before
+    assert "loss per token" in capsys.readouterr().out

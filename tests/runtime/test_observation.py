@@ -155,3 +155,46 @@ def test_a_handler_for_an_ordinary_kind():
     run_plainly(plain, list(zip(x.chunk(2), y.chunk(2), strict=True)))
     compare_gradients(stages, plain)
     assert sorted(ran) == ["0F0", "0F1", "1F0", "1F1"]
+
+
+def test_the_logger_tells_methods_times_and_progress(caplog):
+    pipe = make_pipe()
+    x, y = make_batch(8)
+    with caplog.at_level("DEBUG", logger="pipeloom.runtime"):
+        # The progress is a logger below it, so it is switched on as well.
+        for _ in range(2):
+            pipe.step(x, target=y)
+    by_name: dict[str, list[str]] = {}
+    for record in caplog.records:
+        by_name.setdefault(record.name, []).append(record.getMessage())
+    told = by_name["pipeloom.runtime"]
+    assert [line.partition(":")[0] for line in told if line.startswith("stage")] == [
+        f"stage {stage}" for stage in range(4)
+    ]
+    assert [line.partition(":")[0] for line in told if line.startswith("step")] == [
+        "step 1",
+        "step 2",
+    ]
+    actions = [f"rank {r}: {a}" for r, row in enumerate(pipe.program.actions) for a in row]
+    assert sorted(by_name["pipeloom.runtime.progress"]) == sorted(2 * actions)
+    caplog.clear()
+    pipe.step(x, target=y)
+    assert not caplog.records
+
+
+def test_a_gradient_scaler_in_the_loss():
+    stages = [stage.float() for stage in ZOO["blocks"].make_stages(2)]
+    plain = copy_stages(stages)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pipe = LocalPipeline(
+        stages,
+        "1f1b",
+        microbatches=2,
+        loss_fn=lambda output, target: scaler.scale(squared_error(output, target)),
+    )
+    x, y = (tensor.float() for tensor in make_batch(4))
+    pipe.step(x, target=y)
+    optimizer = torch.optim.SGD((p for stage in stages for p in stage.parameters()), lr=0.1)
+    scaler.unscale_(optimizer)
+    run_plainly(plain, list(zip(x.chunk(2), y.chunk(2), strict=True)))
+    compare_gradients(stages, plain, tolerance=1e-6)
