@@ -81,8 +81,10 @@ def test_evaluation_posts_early_too():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sends", ["buffered", "rendezvous", "blocking"])
-@pytest.mark.parametrize("channel", ["edge", "pair", "all"])
+@pytest.mark.parametrize(
+    ("sends", "channel"),
+    [("buffered", "edge"), ("rendezvous", "edge"), ("rendezvous", "pair"), ("blocking", "all")],
+)
 def test_programs_suit_the_model_of_any_transport(name, sends, channel):
     programs = find_programs(name, 8, sends=sends, channel=channel)
     for program in (programs.training(), programs.forward_only(3)):
