@@ -55,7 +55,8 @@ def test_recorded_spans_are_on_one_clock(four_ranks: ProcessPool) -> None:
 def test_nothing_grows_in_many_steps(four_ranks: ProcessPool, schedule: str, steps: int) -> None:
     for figures in four_ranks.run(work.soak, schedule, steps, 3, timeout=110):
         before, after = figures["before"], figures["after"]
-        assert after["files"] == before["files"]
-        assert after["threads"] == before["threads"]
+        # Fewer is no fault: what earlier tests of the same processes left to the collector may go.
+        assert after["files"] <= before["files"]
+        assert after["threads"] <= before["threads"]
         assert after["tensors"] <= before["tensors"]
         assert after["memory"] <= before["memory"] + 4096

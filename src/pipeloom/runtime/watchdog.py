@@ -154,6 +154,19 @@ class Watcher:
             self._thread.join(timeout=_ANSWER_SECONDS)
         for connection in self._connections.values():
             hang_up(connection)
+        if not self._thread.is_alive():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Close what the watcher's thread used. What a peer said last is read before, since closing
+        with something unread would take back the good-bye that is still on its way to it."""
+        for connection in self._connections.values():
+            with suppress(OSError):
+                while connection.recv(1 << 16, socket.MSG_DONTWAIT):
+                    pass
+            connection.close()
+        self._alarm.close()
+        self._alarm_bell.close()
 
     def forget_connections(self) -> None:
         """In a forked child: its copies of the connections must not keep them open."""
