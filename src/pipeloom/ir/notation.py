@@ -30,14 +30,16 @@ from pipeloom.ir.topology import Topology
 LARGEST_NUMBER = 999_999
 
 _KINDS = {kind.value: kind for kind in Kind}
+#: Without leading zeros, so that one action has one text.
+_NUMBER = "(?:0|[1-9][0-9]{0,5})"
 _SIMPLE = re.compile(
-    r"([0-9]{1,6})("
+    rf"({_NUMBER})("
     + "|".join(
         kind.value
         for kind, rule in sorted(RULES.items(), key=lambda item: -len(item[0].value))
         if rule.role is not Role.FUSED
     )
-    + r")([0-9]{1,6})?(?:([<>])([0-9]{1,6}))?"
+    + rf")({_NUMBER})?(?:([<>])({_NUMBER}))?"
 )
 _FUSED = re.compile(r"\(([^()]*)\)([A-Z_]+)")
 
@@ -101,6 +103,8 @@ def _parse_fused(text: str) -> Action | str:
 def _explain(text: str) -> str:
     if not text:
         return "it is empty"
+    if re.search(r"(?<![0-9])0[0-9]", text):
+        return "its numbers must not begin with zeros"
     digits = re.match(r"[0-9]*", text)
     assert digits is not None
     start = digits.end()
