@@ -18,7 +18,6 @@ import sys
 import warnings
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple, TextIO
 
@@ -73,9 +72,7 @@ class VerbGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         attributes["commands"] = {
-            name: LazyVerb(name, help=verb.summary)
-            for name, verb in VERBS.items()
-            if _exists(verb.module)
+            name: LazyVerb(name, help=verb.summary) for name, verb in VERBS.items()
         }
         super().__init__(**attributes)
 
@@ -94,13 +91,6 @@ class VerbGroup(TyperGroup):
             except OSError as error:
                 _complain(error)
                 raise typer.Exit(2) from error
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _complain(error: Exception) -> None:
