@@ -231,11 +231,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each way")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU table")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="only the table of this device")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tables = [("cpu", CPU_CASES)]
     if torch.cuda.is_available():
         tables.append(("cuda", CUDA_CASES))
+    tables = [table for table in tables if options.device in (None, table[0])]
     results = {
         device: [measure(case, device, options.rounds) for case in cases]
         for device, cases in tables

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipeloom.runtime.backward import SplitBackwardWarning, choose_method
+from pipeloom.runtime.backward import SplitBackwardWarning, choose_method, listeners
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_inputs,
@@ -120,6 +120,77 @@ def test_those_who_listen_at_accumulation_hear_of_gradients_added_in_place(name:
         assert sorted(heard) == sorted(trainable)
         heard.clear()
     assert_same_parameters(module, truth.module)
+
+
+def listen_at(parameter: Tensor, heard: list[object]) -> object:
+    """Hook the place where a parameter's gradient is accumulated; the hook lives with the node."""
+    node = get_gradient_edge(parameter).node
+    node.register_hook(lambda *_: heard.append(parameter))
+    return node
+
+
+def test_those_who_begin_to_listen_between_or_within_microbatches_hear_of_it() -> None:
+    module = build("mlp")
+    torch.manual_seed(0)
+    batches = [feed("mlp") for _ in range(5)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    heard: list[object] = []
+    nodes = []
+    counts = []
+    for index, inputs in enumerate(batches):
+        if index == 1:  # between two microbatches
+            nodes.append(listen_at(module[0].weight, heard))
+        saved = run_forward(backward, module, inputs, index)
+        if index == 2:  # after F
+            nodes.append(listen_at(module[2].weight, heard))
+        backward.input(saved, truth.output_grads[index])
+        if index == 3:  # after I
+            nodes.append(listen_at(module[0].bias, heard))
+        backward.weight(saved)
+        counts.append(len(heard))
+        heard.clear()
+    assert counts == [0, 1, 2, 3, 3]
+    assert_same_parameters(module, truth.module)
+
+
+def test_those_who_begin_to_listen_while_others_are_in_flight_hear_of_it() -> None:
+    module = build("mlp")
+    torch.manual_seed(0)
+    batches = [feed("mlp") for _ in range(4)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    first = run_forward(backward, module, batches[0], 0)
+    backward.input(first, truth.output_grads[0])
+    backward.weight(first)
+    second = run_forward(backward, module, batches[1], 1)
+    heard: list[object] = []
+    node = listen_at(module[0].weight, heard)
+    third = run_forward(backward, module, batches[2], 2)
+    for index, saved in ((1, second), (2, third)):
+        backward.input(saved, truth.output_grads[index])
+        backward.weight(saved)
+    fourth = run_forward(backward, module, batches[3], 3)
+    backward.input(fourth, truth.output_grads[3])
+    backward.weight(fourth)
+    assert node is not None
+    assert len(heard) == 3
+    assert_same_parameters(module, truth.module)
+
+
+def test_where_nobody_listens_no_time_is_spent_on_telling(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[int] = []
+    monkeypatch.setattr(listeners, "pass_parameters", lambda ps: passed.append(len(ps)))
+    module = build("mlp")
+    torch.manual_seed(0)
+    batches = [feed("mlp") for _ in range(3)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    for index, inputs in enumerate(batches):
+        saved = run_forward(backward, module, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        backward.weight(saved)
+    assert passed == [3, 0, 0]  # nothing is known before the first W
 
 
 def test_a_gradient_that_was_there_is_added_to_in_its_storage() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.backward.accumulate import Product
+from pipeloom.runtime.backward.pending import Product
 from pipeloom.runtime.backward.walk import Graph
 
 __all__ = ["bytes_of", "bytes_saved", "nodes_computed_early", "storages"]

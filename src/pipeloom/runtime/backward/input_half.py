@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import BackwardError
-from pipeloom.runtime.backward.accumulate import Gradient, Pending, Product, versions_of
 from pipeloom.runtime.backward.boxes import Boxes
 from pipeloom.runtime.backward.checkpointing import is_recomputed, linear_owners, noted_inputs
 from pipeloom.runtime.backward.decide import Decision, learnable_layers
 from pipeloom.runtime.backward.method import Gradients
+from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, Graph
@@ -69,10 +69,9 @@ def run_input(
             continue
         if noted[position]:
             operands = _noted_operand(graph, use, notes, grad, error)
-        versions = versions_of((grad, *operands))
-        pending.products.append(Product(use, grad, operands, versions, by_engine[position]))
+        pending.products.append(Product(use, grad, operands, by_engine[position]))
     pending.gradients = [
-        Gradient(kept.target, grad, versions_of((grad,)))
+        Gradient(kept.target, grad)
         for kept in plan.in_input
         if (grad := captured[kept.capture]) is not None
     ]

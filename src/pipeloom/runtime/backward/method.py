@@ -53,7 +53,7 @@ class Choice:
     computed_in_input: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedMicrobatch:
     """What a stage keeps of one microbatch from F until its backward is done.
 

@@ -49,6 +49,7 @@ class Deferred:
     leaf: int | None  # the parameter's node, where only a plain chain lies between
     transposed: bool
     chained: bool  # the chain is more than the parameter itself
+    cast: bool  # its type or device changes on the way
     recomputed: bool  # the activation comes out of a checkpoint's recomputation
 
 
@@ -193,6 +194,7 @@ def _defer(
         leaf=plain.leaf if plain else None,
         transposed=bool(plain and plain.transposed),
         chained=bool(plain and plain.chained),
+        cast=bool(plain and plain.cast),
         recomputed=found[1],
     )
 

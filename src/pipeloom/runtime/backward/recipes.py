@@ -148,7 +148,8 @@ def _added_row() -> Recipe:
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
         shape, scale = taken
-        summed = grad.sum_to_size(shape)
+        rows = grad.dim() == 2 and shape == grad.shape[1:]  # the usual case, by the quicker way
+        summed = grad.sum(0) if rows else grad.sum_to_size(shape)
         # A bias of the result's own shape has nothing to sum; ``.grad`` must still be its own.
         return _scaled(summed.clone() if summed.shape == grad.shape else summed, scale)
 

@@ -53,6 +53,7 @@ class PlainTarget(NamedTuple):
     leaf: int
     transposed: bool  # seen transposed in its last two dimensions
     chained: bool  # anything lies between
+    cast: bool  # a change of type or device lies between
     turns: tuple[Turn, ...]
 
 
@@ -179,7 +180,7 @@ class Regions:
             return None
         *passed, leaf = chain
         parameter = self.nodes[leaf].variable
-        transposed = False
+        transposed = cast = False
         turns: list[Turn] = []
         for index in passed:
             if self.names[index] == "TBackward0":
@@ -194,9 +195,11 @@ class Regions:
                     return None
                 turns.append((index, node._saved_dim0, node._saved_dim1))
                 transposed = not transposed
-            elif self.names[index] != "ToCopyBackward0":
+            elif self.names[index] == "ToCopyBackward0":
+                cast = True
+            else:
                 return None
-        return PlainTarget(leaf, transposed, bool(passed), tuple(turns))
+        return PlainTarget(leaf, transposed, bool(passed), cast, tuple(turns))
 
     # ── the plan ─────────────────────────────────────────────────────────────────────────────────
 

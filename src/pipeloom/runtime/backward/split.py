@@ -22,17 +22,15 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward.accumulate import (
-    Gradient,
-    Pending,
     add_early,
     add_weight_gradients,
-    versions_of,
     weight_gradients,
 )
 from pipeloom.runtime.backward.boxes import Boxes
 from pipeloom.runtime.backward.budget import bytes_of, bytes_saved, nodes_computed_early, storages
 from pipeloom.runtime.backward.decide import Decision, decide
 from pipeloom.runtime.backward.input_half import reference_gradients, run_input
+from pipeloom.runtime.backward.listeners import Listeners
 from pipeloom.runtime.backward.method import (
     Choice,
     Gradients,
@@ -40,6 +38,7 @@ from pipeloom.runtime.backward.method import (
     SplitBackwardWarning,
     hold_roots,
 )
+from pipeloom.runtime.backward.pending import Gradient, Pending
 from pipeloom.runtime.backward.phases import enter_phase, where
 from pipeloom.runtime.backward.plan import Plan
 from pipeloom.runtime.backward.self_check import differing, muted_hooks
@@ -83,10 +82,12 @@ class SplitBackward:
         self._boxes: Boxes | None = None
         self._wants_boxes = method == "graph"
         self._num_handles = RemovableHandle.next_id
+        self._listeners = Listeners()
 
     # ── F ────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self) -> AbstractContextManager[object]:
+        self._listeners.before_forward()
         self._num_handles = RemovableHandle.next_id  # grows with every hook, whoever registers it
         self._boxes = Boxes() if self._wants_boxes else None
         return self._boxes or nullcontext()
@@ -102,6 +103,7 @@ class SplitBackward:
             pending=boxes,
             hooked=RemovableHandle.next_id != self._num_handles,
         )
+        self._listeners.begin(saved)
         if self.choice is None:
             graph = read_graph(saved.inputs, saved.outputs)
             self._decide(graph, saved, boxed=boxes is not None)
@@ -113,6 +115,7 @@ class SplitBackward:
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "B", self.stage)
+        self._listeners.end(saved)
         saved.pending = None
         return run_full(saved, output_grads, stage=self.stage)
 
@@ -120,6 +123,14 @@ class SplitBackward:
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "I", self.stage)
+        gradients = self._run_input(saved, output_grads)
+        if saved.pending is not None:
+            saved.pending.seal()
+        return gradients
+
+    def _run_input(
+        self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
         boxes, saved.pending = saved.pending, None
         place = where(self.stage, saved.microbatch)
         positions, grads = output_roots(saved.outputs, output_grads, place=place)
@@ -214,11 +225,11 @@ class SplitBackward:
 
     def weight(self, saved: SavedMicrobatch) -> None:
         enter_phase(saved, "W", self.stage)
+        self._listeners.end(saved)
         pending, saved.pending = saved.pending, None
         if pending is None:
             return
-        changed = [product.use.target for product in pending.products if product.changed()]
-        changed += [kept.target for kept in pending.gradients if kept.changed()]
+        changed = pending.changed()
         if changed:
             ends = [end for at, _ in changed for end in accumulation_below(pending.nodes[at])]
             raise self._error(
@@ -227,7 +238,7 @@ class SplitBackward:
                 "gradients unchanged until W",
                 list(dict.fromkeys(ends)),
             )
-        add_weight_gradients(pending)
+        add_weight_gradients(pending, self._listeners)
 
     def held_bytes(self, saved: SavedMicrobatch) -> int:
         if not isinstance(saved.pending, Pending):
@@ -355,9 +366,5 @@ def _whole_pending(graph: Graph, plan: Plan, found: Mapping[int, Tensor | None])
     return Pending(
         plan,
         {index: graph.nodes[index] for index in plan.passed_later},
-        gradients=[
-            Gradient((leaf, 0), grad, versions_of((grad,)))
-            for leaf, grad in found.items()
-            if grad is not None
-        ],
+        gradients=[Gradient((leaf, 0), grad) for leaf, grad in found.items() if grad is not None],
     )

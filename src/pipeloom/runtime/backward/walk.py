@@ -89,14 +89,16 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
             nodes.append(node)
         roots.append((number[node], output_nr))
     children: list[tuple[Edge, ...]] = []
+    find = number.get
     for node in nodes:  # grows while it is walked
         edges: list[Edge] = []
         for child, input_nr in node.next_functions:
-            if child is None:
-                edges.append(NO_EDGE)
-                continue
-            index = number.setdefault(child, len(nodes))
-            if index == len(nodes):
+            index = find(child)
+            if index is None:
+                if child is None:
+                    edges.append(NO_EDGE)
+                    continue
+                index = number[child] = len(nodes)
                 nodes.append(child)
             edges.append((index, input_nr))
         children.append(tuple(edges))
