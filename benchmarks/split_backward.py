@@ -7,12 +7,16 @@ the machine does. Times are medians (of the process's own time on CPU). Memory i
 beyond the weights and their gradients: after F, and between I and W (on CUDA by the allocator, on
 CPU by counting what the graph and the kept state hold).
 
-    python benchmarks/split_backward.py [--rounds N] [--threads N] [--json]
+A second table has the same stages with every block compiled: ``F+B`` by torch's own compiler,
+``F+I+W`` by the backend ``pipeloom``. torch's functions cannot split those.
+
+    python benchmarks/split_backward.py [--rounds N] [--threads N] [--json] [--blocks eager]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -69,10 +73,10 @@ class Row:
     stage: str
     full: float
     ours: float
-    torch: float
+    torch: float | None
     held_after_forward: float
     held_ours: float
-    held_torch: float
+    held_torch: float | None
 
 
 class Holder:
@@ -87,7 +91,7 @@ class Holder:
 class Bench:
     """One case: three ways to run one microbatch."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, *, compiled: bool) -> None:
         self.case, self.device = case, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -96,12 +100,19 @@ class Bench:
         shape = (1, case.tokens, case.width)
         self.x = torch.randn(shape, device=device, dtype=dtype)
         self.grad = torch.randn_like(self.x)
-        self.method = choose_method(self.module, stage=0)
+        self.split = self.module
         self.ways: dict[str, Callable[[Callable[[Any], None]], None]] = {
             "full": self.run_full,
             "ours": self.run_ours,
             "torch": self.run_torch,
         }
+        if compiled:
+            del self.ways["torch"]
+            self.split = copy.deepcopy(self.module)
+            for module, backend in ((self.module, "inductor"), (self.split, "pipeloom")):
+                for block in module.children():
+                    block.compile(backend=backend)
+        self.method = choose_method(self.split, stage=0)
 
     def run_full(self, between: Callable[[Any], None]) -> None:
         x = self.x.clone().requires_grad_()
@@ -112,7 +123,7 @@ class Bench:
     def run_ours(self, between: Callable[[Any], None]) -> None:
         x = self.x.clone().requires_grad_()
         with self.method.forward():
-            y = self.module(x)
+            y = self.split(x)
         saved = self.method.save(microbatch=0, inputs=[x], outputs=[y])
         del x, y
         self.method.input(saved, [self.grad])
@@ -166,7 +177,8 @@ class Bench:
             holders.append(weakref.ref(holder))
             return holder
 
-        weights = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        modules = (self.module, self.split)
+        weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
         found: list[float] = []
 
         def count(kept: Any) -> None:
@@ -196,15 +208,25 @@ def tensors_in(kept: Any) -> list[Tensor]:
     return []
 
 
-def measure(case: Case, device: str, rounds: int) -> Row:
+def measure(case: Case, device: str, rounds: int, *, compiled: bool) -> Row:
     """One row of the table."""
-    bench = Bench(case, device)
+    bench = Bench(case, device, compiled=compiled)
     times = bench.time(rounds)
     held = {name: bench.memory(name) for name in bench.ways}
-    stage = f"{case.layers} layers, d {case.width}, {case.tokens} tokens"
     return Row(
-        stage, times["full"], times["ours"], times["torch"], *(held[name] for name in bench.ways)
+        f"{case.layers} layers, d {case.width}, {case.tokens} tokens",
+        times["full"],
+        times["ours"],
+        times.get("torch"),
+        held["full"],
+        held["ours"],
+        held.get("torch"),
     )
+
+
+def cell(value: float | None, width: int, *, per: float = 1) -> str:
+    """A figure, or a dash where there is none."""
+    return f"{'—':>{width}}" if value is None else f"{value / per:{width}.2f}"
 
 
 def show(rows: list[Row], title: str) -> None:
@@ -217,9 +239,10 @@ def show(rows: list[Row], title: str) -> None:
     for row in rows:
         print(
             f"{row.stage:28}{row.full:9.2f}{row.ours:9.2f}{row.ours / row.full:7.2f}"
-            f"{row.torch:9.2f}{row.torch / row.full:7.2f}{row.held_after_forward:11.2f}"
-            f"{row.held_ours:9.2f}{row.held_ours / row.held_after_forward:6.2f}"
-            f"{row.held_torch:9.2f}{row.held_ours / row.held_torch:8.2f}"
+            f"{cell(row.torch, 9)}{cell(row.torch, 7, per=row.full)}"
+            f"{row.held_after_forward:11.2f}{row.held_ours:9.2f}"
+            f"{row.held_ours / row.held_after_forward:6.2f}{cell(row.held_torch, 9)}"
+            + (f"{row.held_ours / row.held_torch:8.2f}" if row.held_torch else f"{'—':>8}")
         )
 
 
@@ -232,28 +255,31 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU table")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="only the table of this device")
+    parser.add_argument("--blocks", choices=["eager", "compiled"], help="only one of the tables")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tables = [("cpu", CPU_CASES)]
     if torch.cuda.is_available():
         tables.append(("cuda", CUDA_CASES))
     tables = [table for table in tables if options.device in (None, table[0])]
+    kinds = [kind for kind in ("eager", "compiled") if options.blocks in (None, kind)]
     results = {
-        device: [measure(case, device, options.rounds) for case in cases]
+        f"{kind} blocks, {device}": [
+            measure(case, device, options.rounds, compiled=kind == "compiled") for case in cases
+        ]
         for device, cases in tables
+        for kind in kinds
     }
     if options.json:
-        print(
-            json.dumps({device: [asdict(row) for row in rows] for device, rows in results.items()})
-        )
+        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in results.items()}))
         return
-    for device, rows in results.items():
-        name = (
+    for name, rows in results.items():
+        machine = (
             torch.cuda.get_device_name()
-            if device == "cuda"
+            if name.endswith("cuda")
             else f"{torch.get_num_threads()} threads"
         )
-        show(rows, f"split backward, {device} ({name}), torch {torch.__version__}")
+        show(rows, f"split backward, {name} ({machine}), torch {torch.__version__}")
     if not torch.cuda.is_available():
         print("\nno CUDA device: the CUDA table is not measured here")
 

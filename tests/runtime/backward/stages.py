@@ -178,6 +178,30 @@ class CustomFunction(nn.Module):
         return self.head(a) + b
 
 
+class Doubling(torch.autograd.Function):
+    """A Function written in Python, whose node lives only as long as the graph above it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class FunctionsAround(nn.Module):
+    """Custom Functions at the end, and between a weight and its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubling.apply(torch.tanh(self.layer(x)) @ Doubling.apply(self.weight))
+
+
 class ChunkedOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -93,18 +93,18 @@ def test_a_compiled_stage_runs_whole_and_says_how_to_defer() -> None:
     assert_same_parameters(module._orig_mod, truth.module)
     assert_same_inputs(gradients, truth.input_grads)
     assert backward.choice.method == "whole"
-    assert "leave the linear layers outside torch.compile" in backward.choice.reason
+    assert 'compile it with torch.compile(…, backend="pipeloom")' in backward.choice.reason
 
 
 @pytest.mark.parametrize(
     ("where", "method", "words"),
     [
         ("stage", "graph", "the stage itself"),
-        ("stage", "deferred", "compile parts without large weights"),
+        ("stage", "deferred", "whose backward comes in halves"),
         ("block", "graph", "its part 'middle'"),
         ("function", "graph", "its part 'middle'"),
         ("stage function", "graph", "the stage itself"),
-        ("stage function", "deferred", "compile parts without large weights"),
+        ("stage function", "deferred", "whose backward comes in halves"),
     ],
 )
 def test_what_cannot_work_is_refused_when_built(where: str, method: str, words: str) -> None:

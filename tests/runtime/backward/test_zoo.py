@@ -39,6 +39,7 @@ BYTES_ALIVE: dict[str, tuple[int, int]] = {
     "first stage": (27408, 0),
     "first stage of floats": (7168, 0),
     "frozen": (3200, 0),
+    "functions around": (6144, 0),
     "fused lstm": (0, 0),
     "fused lstm and head": (10304, 0),
     "gru": (12416, 256),

@@ -28,6 +28,7 @@ from tests.runtime.backward.stages import (
     FirstStage,
     FirstStageFloats,
     FrozenMiddle,
+    FunctionsAround,
     InPlace,
     LowRank,
     NoParameters,
@@ -114,6 +115,7 @@ ZOO: dict[str, Entry] = {
     "only a custom function": Entry(
         partial(CustomFunction, head=False), choice="whole", reason="TwoResultsBackward"
     ),
+    "functions around": Entry(FunctionsAround),
     "chunked outputs": Entry(ChunkedOutputs),
     "view outputs": Entry(ViewOutput),
     "checkpointed": Entry(

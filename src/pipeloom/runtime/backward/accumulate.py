@@ -76,19 +76,19 @@ def add_weight_gradients(pending: Pending, listeners: Listeners) -> None:
 
 
 @torch.no_grad()
-def add_early(pending: Pending, nodes: frozenset[int]) -> None:
-    """Add the products of some nodes now, where nobody listens to their parameters."""
-    if not nodes:
+def add_early(pending: Pending, units: frozenset[tuple[int, int | None]]) -> None:
+    """Add some of the products now, where nobody listens to their parameters."""
+    if not units:
         return
     staying: list[Product] = []
-    uses = [product.use for product in pending.products if product.use.node in nodes]
+    uses = [product.use for product in pending.products if product.use.unit in units]
     leaves = {use.leaf for use in uses if use.leaf is not None}
     targets = _targets(pending, leaves & pending.plan.in_place)
     additions = _Additions()
     for product in pending.products:
         use = product.use
         parameter = targets.get(use.leaf)
-        if use.node in nodes and parameter is not None and use.leaf is not None:
+        if use.unit in units and parameter is not None and use.leaf is not None:
             additions.add_product(parameter, product)
             pending.arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
         else:

@@ -17,7 +17,9 @@ from torch import Tensor
 from pipeloom.runtime.backward.pending import Product
 from pipeloom.runtime.backward.walk import Graph
 
-__all__ = ["bytes_of", "bytes_saved", "nodes_computed_early", "storages"]
+__all__ = ["bytes_of", "bytes_saved", "storages", "units_computed_early"]
+
+Unit = tuple[int, int | None]
 
 # The most of the weight work that may move from W to I for the sake of memory.
 MOST_WORK = 1 / 8
@@ -63,31 +65,31 @@ def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:
     return bytes_of(tensors, excluded=excluded)
 
 
-def nodes_computed_early(
+def units_computed_early(
     products: Sequence[Product], others: Sequence[Tensor], *, limit: float, excluded: Iterable[int]
-) -> frozenset[int]:
-    """Whose products to compute right after I so that at most ``limit`` bytes are held until W.
+) -> frozenset[Unit]:
+    """Which products to compute right after I so that at most ``limit`` bytes are held until W.
 
     Empty where that is so already, or where it would take more than a small part of the work.
     """
     excluded = frozenset(excluded)
-    by_node: dict[int, list[Product]] = {}
+    by_unit: dict[Unit, list[Product]] = {}
     for product in products:
-        by_node.setdefault(product.use.node, []).append(product)
-    work = {node: sum(map(_work, uses)) for node, uses in by_node.items()}
+        by_unit.setdefault(product.use.unit, []).append(product)
+    work = {unit: sum(map(_work, uses)) for unit, uses in by_unit.items()}
 
-    def held(nodes: Iterable[int]) -> int:
-        kept = [tensor for node in nodes for p in by_node[node] for tensor in p.tensors()]
+    def held(units: Iterable[Unit]) -> int:
+        kept = [tensor for unit in units for p in by_unit[unit] for tensor in p.tensors()]
         return bytes_of([*kept, *others], excluded=excluded)
 
-    staying = set(by_node)
-    early: set[int] = set()
-    cheapest_first = sorted(by_node, key=lambda node: work[node] / max(held([node]), 1))
-    for node in cheapest_first:
+    staying = set(by_unit)
+    early: set[Unit] = set()
+    cheapest_first = sorted(by_unit, key=lambda unit: work[unit] / max(held([unit]), 1))
+    for unit in cheapest_first:
         if held(staying) <= limit:
             return frozenset(early)
-        staying.discard(node)
-        early.add(node)
+        staying.discard(unit)
+        early.add(unit)
         if sum(work[moved] for moved in early) > MOST_WORK * sum(work.values()):
             return frozenset()
     return frozenset()
@@ -95,6 +97,8 @@ def nodes_computed_early(
 
 def _work(product: Product) -> int:
     """About how many multiplications: each entry of the gradient meets a row of the operand."""
+    if product.use.work is not None:
+        return product.use.work
     sizes = [x.numel() for x in product.operands if isinstance(x, Tensor)]
     if not sizes or product.use.recipe.partner is None:
         return product.grad.numel()

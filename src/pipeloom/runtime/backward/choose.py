@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeloom.errors import BackwardMethodError
+from pipeloom.runtime.backward.compiled.backend import leaves_weights
 from pipeloom.runtime.backward.method import BackwardMethod
 from pipeloom.runtime.backward.split import SplitBackward
 from pipeloom.runtime.backward.whole import UserWeightBackward, WholeBackward
@@ -88,34 +89,38 @@ def choose_method(
 def check_compiled(module: nn.Module, method: str) -> None:
     """Refuse, when a pipeline is built, what cannot work on compiled code.
 
-    ========== =================================== ==========================================
-    method     a compiled block inside the stage   the stage itself compiled
-    ========== =================================== ==========================================
-    auto       what is outside is deferred         works as ``whole``
-    deferred   what is outside is deferred         refused: there is nothing outside
-    graph      refused: needs the graph kept,      refused
-               which compiled code does not do
-    whole      works                               works
-    ========== =================================== ==========================================
+    ========== ============================ =============================== =======================
+    method     a compiled block inside      the stage itself compiled       ``backend="pipeloom"``
+               the stage                                                    for either
+    ========== ============================ =============================== =======================
+    auto       what is outside is deferred  works as ``whole``              deferred
+    deferred   what is outside is deferred  refused: nothing is outside     deferred
+    graph      refused: needs the graph     refused                         refused
+               kept, which compiled code
+               does not do
+    whole      works                        works                           works
+    ========== ============================ =============================== =======================
 
     Compiled functions that are no module's ``forward`` show only in the graph: there ``deferred``
     works around them, and ``graph`` runs whole, with a warning.
     """
-    compiled = [name for name, part in module.named_modules() if is_compiled(part)]
+    compiled = [(name, part) for name, part in module.named_modules() if is_compiled(part)]
     if not compiled or method in ("auto", "whole"):
         return
-    where = "the stage itself" if compiled[0] == "" else f"its part {compiled[0]!r}"
+    first, part = compiled[0]
+    where = "the stage itself" if first == "" else f"its part {first!r}"
     if method == "graph":
         raise BackwardMethodError(
             f'method="graph" cannot split a stage with compiled code ({where}): it keeps the graph '
             "through I, and compiled backwards reuse their saved memory at once; "
             'use method="auto", which defers what is outside the compiled code'
         )
-    if compiled[0] == "":
+    if first == "" and not leaves_weights(part):
         raise BackwardMethodError(
             'method="deferred" finds nothing to defer when the stage itself is compiled: its '
-            "backward computes the gradients of inputs and weights in one call; compile parts "
-            'without large weights instead, or use method="auto", which then runs it whole'
+            "backward computes the gradients of inputs and weights in one call; compile it with "
+            'torch.compile(…, backend="pipeloom"), whose backward comes in halves, or use '
+            'method="auto", which then runs it whole'
         )
 
 

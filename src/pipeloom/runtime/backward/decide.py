@@ -10,11 +10,14 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from pipeloom.runtime.backward.checkpointing import is_recomputed, saves_recomputed
+from pipeloom.runtime.backward.compiled.cut import Cut
+from pipeloom.runtime.backward.compiled.halves import halves_of
 from pipeloom.runtime.backward.method import Choice
-from pipeloom.runtime.backward.plan import FUSED_TYPES, Plan, make_plan
+from pipeloom.runtime.backward.plan import Plan, make_plan
 from pipeloom.runtime.backward.recipes import Recipe
 from pipeloom.runtime.backward.self_check import structural_faults
 from pipeloom.runtime.backward.walk import Graph
+from pipeloom.runtime.backward.ways import FUSED_TYPES
 
 __all__ = ["Decision", "decide", "learnable_layers"]
 
@@ -115,18 +118,27 @@ def decide(
             return False
         return method == "graph" or kind in RERUN_TYPES
 
+    def halve(node: Any, operands: frozenset[int]) -> Cut | None:
+        halves = halves_of(node) if method != "graph" else None
+        return halves.cut(operands) if halves is not None else None
+
     plan = make_plan(
         graph,
         use_recipes=method != "graph",
         hooked=hooked,
         rerun=may_run_again,
         recomputed=recomputed,
+        halve=halve,
     )
     wrong = structural_faults(graph.shape, plan) if check else set()
     if wrong:
         names = tuple(name(leaf) for leaf in sorted(wrong))
         reason = "the plan does not account for every parameter exactly once"
         return Decision(Choice("whole", reason), None, uncovered=names)
+    broken = _prepare_halves(graph, plan)
+    if broken is not None:
+        names = tuple(name(leaf) for leaf in plan.leaves)
+        return Decision(Choice("whole", broken), None, uncovered=names)
     again = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
     wants_boxes = again and once is None
     learn = frozenset(unlearned) if linears is None else frozenset()
@@ -152,8 +164,24 @@ def decide(
     )
 
 
+def _prepare_halves(graph: Graph, plan: Plan) -> str | None:
+    """Compile what I runs of compiled nodes; why that failed, if it did."""
+    for half in plan.halved:
+        halves = halves_of(graph.nodes[half.node])
+        assert halves is not None
+        try:
+            halves.prepare(half.cut)
+        except Exception as error:  # a compiler may raise anything
+            return f"half of a compiled backward does not compile: {error}"
+    return None
+
+
 def _has_compiled(graph: Graph) -> bool:
-    return any(kind.__name__ == COMPILED for kind in graph.shape.types)
+    """Whether there is compiled code whose backward comes in one piece."""
+    return any(
+        kind.__name__ == COMPILED and halves_of(graph.nodes[index]) is None
+        for index, kind in enumerate(graph.shape.types)
+    )
 
 
 def _why_once(graph: Graph, *, hooked: bool) -> str | None:
@@ -238,10 +266,10 @@ def _why_nothing(graph: Graph, plan: Plan) -> str:
     if not plan.leaves:
         return "no parameter needs a gradient"
     kinds = {kind.__name__ for kind in graph.shape.types}
-    if COMPILED in kinds:
+    if _has_compiled(graph):
         return (
             "the weights are inside a compiled region, whose backward computes both halves at "
-            "once; leave the linear layers outside torch.compile to defer them"
+            'once; compile it with torch.compile(…, backend="pipeloom") to defer them'
         )
     if kinds & FUSED_TYPES:
         return f"{min(kinds & FUSED_TYPES)} computes both halves in one kernel"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.boxes import Boxes
 from pipeloom.runtime.backward.checkpointing import is_recomputed, linear_owners, noted_inputs
+from pipeloom.runtime.backward.compiled.finish import take
+from pipeloom.runtime.backward.compiled.halves import Answer, halves_of
 from pipeloom.runtime.backward.decide import Decision, learnable_layers
 from pipeloom.runtime.backward.method import Gradients
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
-from pipeloom.runtime.backward.plan import Deferred, Plan
+from pipeloom.runtime.backward.plan import Deferred, Halved, Plan
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, Graph
 
@@ -54,6 +56,7 @@ def run_input(
         if decision.watches:
             layers = learnable_layers(graph, decision, linear_owners(module))
             notes = during.enter_context(noted_inputs(layers))
+        answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
         arrived: Mapping[int, Tensor | None] = {}
         if hooked:
             arrived = during.enter_context(_noted_arrivals(graph, plan.captures))
@@ -62,14 +65,18 @@ def run_input(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
         )
     captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
-    pending = Pending(plan, {index: nodes[index] for index in plan.passed_later})
+    owners = graph.roots if plan.needs_roots else ()
+    pending = Pending(plan, {index: nodes[index] for index in plan.passed_later}, owners)
     for position, use in enumerate(plan.deferred):
+        assert use.capture is not None
         grad, operands = captured[use.capture], taken[position]
         if grad is None:
             continue
         if noted[position]:
             operands = _noted_operand(graph, use, notes, grad, error)
         pending.products.append(Product(use, grad, operands, by_engine[position]))
+    for half, answer in zip(plan.halved, answers, strict=True):
+        pending.products += _left_products(half, answer, hooked=hooked)
     pending.gradients = [
         Gradient(kept.target, grad)
         for kept in plan.in_input
@@ -88,6 +95,24 @@ def run_input(
         leaf for leaf in decision.unlearned if len(notes.get(id(nodes[leaf].variable), ())) == 1
     )
     return gradients, pending, seen
+
+
+def _asked(node: Any, half: Halved) -> AbstractContextManager[Answer]:
+    """Have a compiled node leave its part of W while this is entered."""
+    halves = halves_of(node)
+    assert halves is not None  # the plan was made for nodes of this very type
+    return halves.asked(node, half.cut)
+
+
+@torch.no_grad()
+def _left_products(half: Halved, answer: Answer, *, hooked: bool) -> list[Product]:
+    """What a compiled node left undone; nothing if no gradient reached it."""
+    products: list[Product] = []
+    if answer.values is not None:
+        for finish, uses in half.uses:
+            grad, operands = take(finish, answer.values)
+            products += [Product(use, grad, operands, hooked and use.chained) for use in uses]
+    return products
 
 
 def reference_gradients(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipeloom.runtime.backward.method import Root
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.walk import Edge
@@ -58,6 +59,7 @@ class Pending:
 
     plan: Plan
     nodes: dict[int, Any]
+    owners: tuple[Root, ...] = ()  # of nodes that do not keep themselves alive
     products: list[Product] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)

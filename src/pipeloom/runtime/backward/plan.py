@@ -17,7 +17,8 @@ Each such edge is *deferred* (a recipe or a later run of its node gives the grad
 *computed in I* (the engine returns its gradient, which is kept until W). I is one run of torch's
 engine that returns the gradients of the inputs, of the results of deferred nodes (what a recipe
 needs), and of the other edges. The engine computes nothing that was not asked for, so it skips the
-weight products by itself, and frees each node as it passes.
+weight products by itself, and frees each node as it passes. Compiled code is a single node; where
+it can, it leaves its own weight products undone.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.autograd.function import BackwardCFunction
+
 from pipeloom.runtime.backward.checkpointing import saves_recomputed
-from pipeloom.runtime.backward.recipes import RECIPES, Recipe
-from pipeloom.runtime.backward.regions import Entry, PlainTarget, Regions, Turn
+from pipeloom.runtime.backward.compiled.cut import Cut
+from pipeloom.runtime.backward.compiled.finish import recipes_of
+from pipeloom.runtime.backward.compiled.parts import Finish
+from pipeloom.runtime.backward.recipes import Recipe
+from pipeloom.runtime.backward.regions import Entry, Regions, Turn
 from pipeloom.runtime.backward.walk import Edge, Graph
+from pipeloom.runtime.backward.ways import Halve, Ways, find_ways
 
-__all__ = ["Deferred", "InInput", "Plan", "Rerun", "make_plan"]
-
-# Backward nodes that compute both halves in one kernel: running them twice costs both twice.
-FUSED_TYPES = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
+__all__ = ["Deferred", "Halved", "InInput", "Plan", "Rerun", "make_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,19 @@ class Deferred:
     node: int
     operand: int
     recipe: Recipe
-    capture: int
+    capture: int | None  # of the result's gradient; compiled code leaves what its recipe needs
     target: Edge
     leaf: int | None  # the parameter's node, where only a plain chain lies between
     transposed: bool
     chained: bool  # the chain is more than the parameter itself
     cast: bool  # its type or device changes on the way
     recomputed: bool  # the activation comes out of a checkpoint's recomputation
+    work: int | None = None  # about how many multiplications, where the tensors do not tell
+
+    @property
+    def unit(self) -> tuple[int, int | None]:
+        """The same for what is computed at one time: the products of a node, unless compiled."""
+        return self.node, self.operand if self.capture is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,15 @@ class Rerun:
     node: int
     captures: tuple[tuple[int, int], ...]  # which output's gradient, in which capture
     targets: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Halved:
+    """One compiled node that leaves the gradients of some operands undone in I."""
+
+    node: int
+    cut: Cut
+    uses: tuple[tuple[Finish, tuple[Deferred, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +96,14 @@ class Plan:
     captures: tuple[Edge, ...]
     deferred: tuple[Deferred, ...]
     reruns: tuple[Rerun, ...]
+    halved: tuple[Halved, ...]
     in_input: tuple[InInput, ...]
     turns: tuple[Turn, ...]  # transpositions that the plan relies on
     group: dict[int, int]  # weight-only node → its connected group
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
     passed_later: frozenset[int]  # those of them that W needs; the rest has gone by in I
+    needs_roots: bool  # some of these live only as long as the graph above them
     leaves: tuple[int, ...]  # every parameter's node
     leaf_set: frozenset[int]
     deferred_leaves: frozenset[int]
@@ -95,6 +116,7 @@ def make_plan(
     hooked: bool,
     rerun: Callable[[Any, str], bool],
     recomputed: Callable[[Any, Recipe], bool | None],
+    halve: Halve,
 ) -> Plan:
     """Decide, for one graph, what is deferred.
 
@@ -104,99 +126,28 @@ def make_plan(
     ``rerun(node, type name)`` says whether a node without recipe may be run again at W.
     ``recomputed(node, recipe)`` says whether the activation is only there while a checkpoint
     recomputes (``None``: it is, and cannot be taken from there).
+    ``halve(node, operands)`` cuts a compiled node, so that it leaves what it can of the operands.
     """
     regions = Regions(graph)
     entries = regions.entries()
     group = regions.groups(entries)
-    recipes: dict[Entry, tuple[Recipe, bool]] = {}
-    if use_recipes:
-        recipes = _find_recipes(regions, entries, recomputed)
-    reruns = _find_reruns(regions, entries, recipes, rerun)
-    in_input = {
-        edge
-        for edge, uses in entries.items()
-        if not all(use in recipes or use in reruns for use in uses)
-    }
-    spoiled = _spoiled(regions, graph, entries, group, in_input, hooked)
-    kept = {
-        edge: uses
-        for edge, uses in entries.items()
-        if edge not in in_input and group[edge[0]] not in spoiled
-    }
+    ways = find_ways(regions, entries, use_recipes=use_recipes, rerun=rerun, recomputed=recomputed)
+    kept: dict[Edge, list[Entry]] = {}
+    while True:
+        ways.find_cuts(halve)
+        in_input = {edge for edge, uses in entries.items() if not all(use in ways for use in uses)}
+        spoiled = _spoiled(regions, graph, entries, group, in_input, hooked)
+        kept = {
+            edge: uses
+            for edge, uses in entries.items()
+            if edge not in in_input and group[edge[0]] not in spoiled
+        }
+        # A node can only be cut where all that it leaves is kept for W.
+        if ways.narrow({use for uses in kept.values() for use in uses}):
+            break
     wanted = [edge for edge in entries if edge in in_input and group[edge[0]] not in spoiled]
     wanted += [(leaf, 0) for leaf in regions.leaves if group.get(leaf) in spoiled]
-    plain = {edge: regions.plain_target(edge[0]) for edge in kept}
-    indirect = {
-        group[edge[0]]
-        for edge, uses in entries.items()
-        if group[edge[0]] not in spoiled
-        and edge[0] not in regions.leaf_set
-        and not (plain.get(edge) and all(use in recipes for use in uses))
-    }
-    captures: dict[Edge, int] = {}
-
-    def capture(edge: Edge) -> int:
-        return captures.setdefault(edge, len(captures))
-
-    deferred = tuple(
-        _defer(node, operand, recipes[node, operand], capture((node, 0)), edge, plain[edge])
-        for edge, uses in kept.items()
-        for node, operand in uses
-        if (node, operand) in recipes
-    )
-    targets: dict[int, dict[Edge, None]] = {}
-    for edge, uses in kept.items():
-        for use in uses:
-            if use in reruns:
-                targets.setdefault(use[0], {})[edge] = None
-    produced: dict[int, set[int]] = {}
-    for edges in (*regions.shape.children, regions.shape.roots):
-        for child, output_nr in edges:
-            produced.setdefault(child, set()).add(output_nr)
-    later = tuple(
-        Rerun(node, tuple((nr, capture((node, nr))) for nr in sorted(produced[node])), tuple(edges))
-        for node, edges in targets.items()
-    )
-    now = tuple(InInput(capture(edge), edge) for edge in wanted)
-    below_kept = regions.downward(edge[0] for edge in kept)
-    return Plan(
-        captures=tuple(captures),
-        deferred=deferred,
-        reruns=later,
-        in_input=now,
-        turns=tuple({turn for target in plain.values() if target for turn in target.turns}),
-        group=group,
-        in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
-        weight_only=frozenset(group),
-        passed_later=frozenset(
-            node for node in group if group[node] not in spoiled or node in regions.leaf_set
-        ),
-        leaves=regions.leaves,
-        leaf_set=regions.leaf_set,
-        deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),
-    )
-
-
-def _defer(
-    node: int,
-    operand: int,
-    found: tuple[Recipe, bool],
-    capture: int,
-    edge: Edge,
-    plain: PlainTarget | None,
-) -> Deferred:
-    return Deferred(
-        node=node,
-        operand=operand,
-        recipe=found[0],
-        capture=capture,
-        target=edge,
-        leaf=plain.leaf if plain else None,
-        transposed=bool(plain and plain.transposed),
-        chained=bool(plain and plain.chained),
-        cast=bool(plain and plain.cast),
-        recomputed=found[1],
-    )
+    return _Assembly(regions, ways, kept).plan(wanted, group, spoiled)
 
 
 def _spoiled(
@@ -219,67 +170,125 @@ def _spoiled(
     return spoiled
 
 
-def _find_recipes(
-    regions: Regions,
-    entries: Mapping[Edge, list[Entry]],
-    recomputed: Callable[[Any, Recipe], bool | None],
-) -> dict[Entry, tuple[Recipe, bool]]:
-    """Entry → its recipe, and whether its activation is recomputed by a checkpoint."""
-    found: dict[Entry, tuple[Recipe, bool]] = {}
-    riders: list[tuple[int, int, Recipe]] = []
-    for edge, uses in entries.items():
-        for node, operand in uses:
-            recipe = RECIPES.get(regions.names[node], {}).get(operand) if node >= 0 else None
-            if recipe is None:
-                continue
-            if recipe.rides_along:
-                if edge[0] in regions.leaf_set:
-                    riders.append((node, operand, recipe))
-                continue
-            from_checkpoint = recomputed(regions.nodes[node], recipe)
-            if from_checkpoint is not None:
-                found[node, operand] = recipe, from_checkpoint
-    products = {node for node, _ in found}
-    found.update(
-        {(node, operand): (recipe, False) for node, operand, recipe in riders if node in products}
-    )
-    return found
+class _Assembly:
+    """Puts a plan together from what was decided for each edge."""
 
+    def __init__(self, regions: Regions, ways: Ways, kept: Mapping[Edge, list[Entry]]) -> None:
+        self.regions, self.ways, self.kept = regions, ways, kept
+        self.captures: dict[Edge, int] = {}
+        self.plain = {edge: regions.plain_target(edge[0]) for edge in kept}
 
-def _find_reruns(
-    regions: Regions,
-    entries: Mapping[Edge, list[Entry]],
-    recipes: Mapping[Entry, tuple[Recipe, bool]],
-    rerun: Callable[[Any, str], bool],
-) -> set[Entry]:
-    """Entries whose node can be run again at W without touching anything else.
-
-    The engine runs whatever lies between a node and the edges asked for. So no edge may be reached
-    from the node in two ways: through another operand, or through another of its own targets.
-    """
-    targets: dict[int, dict[int, Edge]] = {}  # node → operand → edge
-    by_recipe: dict[int, set[Edge]] = {}
-    for edge, uses in entries.items():
-        for node, operand in uses:
-            if (node, operand) in recipes:
-                by_recipe.setdefault(node, set()).add(edge)
-            elif node >= 0:
-                targets.setdefault(node, {})[operand] = edge
-    targets = {
-        node: own
-        for node, own in targets.items()
-        if rerun(regions.nodes[node], regions.names[node])
-    }
-    below, bit = regions.reaches(edge[0] for own in targets.values() for edge in own.values())
-    found: set[Entry] = set()
-    for node, own in targets.items():
-        edges = set(own.values())
-        alone = not edges & by_recipe.get(node, set()) and not any(
-            below[child] & bit[edge[0]]
-            for edge in edges
-            for child, nr in regions.shape.children[node]
-            if child >= 0 and (child, nr) != edge
+    def plan(self, wanted: list[Edge], group: dict[int, int], spoiled: set[int]) -> Plan:
+        regions, plain = self.regions, self.plain
+        deferred = tuple(
+            self._defer(use, edge, *self.ways.recipes[use], capture=self._capture((use[0], 0)))
+            for edge, uses in self.kept.items()
+            for use in uses
+            if use in self.ways.recipes
         )
-        if alone:
-            found |= {(node, operand) for operand in own}
-    return found
+        reruns = self._reruns()
+        halved = tuple(self._halve(node, cut) for node, cut in self.ways.cuts.items())
+        in_input = tuple(InInput(self._capture(edge), edge) for edge in wanted)
+        indirect = {
+            group[edge[0]]
+            for edge, uses in self.ways.entries.items()
+            if group[edge[0]] not in spoiled
+            and edge[0] not in regions.leaf_set
+            and not (plain.get(edge) and not any(use in self.ways.reruns for use in uses))
+        }
+        below_kept = regions.downward(edge[0] for edge in self.kept)
+        passed_later = frozenset(
+            node for node in group if group[node] not in spoiled or node in regions.leaf_set
+        )
+        return Plan(
+            captures=tuple(self.captures),
+            deferred=deferred,
+            reruns=reruns,
+            halved=halved,
+            in_input=in_input,
+            turns=tuple({turn for target in plain.values() if target for turn in target.turns}),
+            group=group,
+            in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
+            weight_only=frozenset(group),
+            passed_later=passed_later,
+            needs_roots=any(
+                issubclass(regions.shape.types[node], BackwardCFunction) for node in passed_later
+            ),
+            leaves=regions.leaves,
+            leaf_set=regions.leaf_set,
+            deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),
+        )
+
+    def _capture(self, edge: Edge) -> int:
+        return self.captures.setdefault(edge, len(self.captures))
+
+    def _defer(
+        self,
+        use: Entry,
+        edge: Edge,
+        recipe: Recipe,
+        recomputed: bool,
+        *,
+        capture: int | None,
+        work: int | None = None,
+    ) -> Deferred:
+        plain = self.plain[edge]
+        return Deferred(
+            node=use[0],
+            operand=use[1],
+            recipe=recipe,
+            capture=capture,
+            target=edge,
+            leaf=plain.leaf if plain else None,
+            transposed=bool(plain and plain.transposed),
+            chained=bool(plain and plain.chained),
+            cast=bool(plain and plain.cast),
+            recomputed=recomputed,
+            work=work,
+        )
+
+    def _reruns(self) -> tuple[Rerun, ...]:
+        targets: dict[int, dict[Edge, None]] = {}
+        for edge, uses in self.kept.items():
+            for use in uses:
+                if use in self.ways.reruns:
+                    targets.setdefault(use[0], {})[edge] = None
+        produced: dict[int, set[int]] = {}
+        for edges in (*self.regions.shape.children, self.regions.shape.roots):
+            for child, output_nr in edges:
+                produced.setdefault(child, set()).add(output_nr)
+        return tuple(
+            Rerun(
+                node,
+                tuple((nr, self._capture((node, nr))) for nr in sorted(produced[node])),
+                tuple(edges),
+            )
+            for node, edges in targets.items()
+        )
+
+    def _halve(self, node: int, cut: Cut) -> Halved:
+        asked = self.ways.asked.get(node)
+        if asked is not None:
+            self._capture(asked)
+        recipes, children = recipes_of(cut), self.regions.shape.children[node]
+        return Halved(
+            node,
+            cut,
+            tuple(
+                (
+                    finish,
+                    tuple(
+                        self._defer(
+                            (node, operand),
+                            children[operand],
+                            recipes[operand],
+                            False,
+                            capture=None,
+                            work=finish.work // len(finish.operands),
+                        )
+                        for operand in finish.operands
+                    ),
+                )
+                for finish in cut.finishes
+            ),
+        )

@@ -11,7 +11,7 @@ them. It is exact and looks at no tensor.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import reduce
 from heapq import heapify, heappop, heappush
@@ -89,8 +89,11 @@ class _Symbols:
         self,
         start: Sequence[tuple[Edge, int]],
         asked: Iterable[Edge] | None = None,
+        undone: Set[tuple[int, int]] = frozenset(),
     ) -> dict[Edge, int]:
-        """What an engine run leaves at every edge (``asked``: run only what leads to those)."""
+        """What an engine run leaves at every edge (``asked``: run only what leads to those;
+        ``undone``: operands, by node, whose gradients are left out).
+        """
         wanted = None if asked is None else self.mark(asked)
         grads: dict[int, dict[int, int]] = {}
         for (node, nr), value in start:
@@ -103,6 +106,8 @@ class _Symbols:
             node = self.order[heappop(waiting)]
             for operand, (child, nr) in enumerate(self.shape.children[node]):
                 if child < 0 or (wanted is not None and not self.below[child] & wanted):
+                    continue
+                if (node, operand) in undone:
                     continue
                 at = grads.setdefault(child, {})
                 at[nr] = (at.get(nr, 0) + self.through(node, operand, grads[node])) % PRIME
@@ -119,11 +124,22 @@ def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
     symbols = _Symbols(shape, {*plan.captures, *inputs, *targets})
     start = [(edge, symbols.random.randrange(1, PRIME)) for edge in shape.roots]
     truth = symbols.run(start)
-    seen = symbols.run(start, set(plan.captures) | inputs)
+    undone = {(half.node, operand) for half in plan.halved for operand in half.cut.later}
+    seen = symbols.run(start, set(plan.captures) | inputs, undone)
+    produced: dict[int, list[int]] = {}
+    for node, nr in seen:
+        produced.setdefault(node, []).append(nr)
     later: list[tuple[Edge, int]] = []
     for use in plan.deferred:
         grads = {0: seen.get((use.node, 0), 0)}
         later.append((use.target, symbols.through(use.node, use.operand, grads)))
+    for half in plan.halved:
+        grads = {nr: seen[half.node, nr] for nr in produced.get(half.node, ())}
+        later += [
+            (use.target, symbols.through(use.node, use.operand, grads))
+            for _, uses in half.uses
+            for use in uses
+        ]
     for again in plan.reruns:
         start_again = [
             ((again.node, nr), seen.get((again.node, nr), 0)) for nr, _ in again.captures

@@ -27,7 +27,13 @@ from pipeloom.runtime.backward.accumulate import (
     weight_gradients,
 )
 from pipeloom.runtime.backward.boxes import Boxes
-from pipeloom.runtime.backward.budget import bytes_of, bytes_saved, nodes_computed_early, storages
+from pipeloom.runtime.backward.budget import (
+    Unit,
+    bytes_of,
+    bytes_saved,
+    storages,
+    units_computed_early,
+)
 from pipeloom.runtime.backward.decide import Decision, decide
 from pipeloom.runtime.backward.input_half import reference_gradients, run_input
 from pipeloom.runtime.backward.listeners import Listeners
@@ -78,7 +84,7 @@ class SplitBackward:
         self._linears: dict[GraphShape, frozenset[int]] = {}
         self._checked: set[Decision] = set()
         self._unused: set[str] = set()
-        self._early: dict[Decision, frozenset[int]] = {}
+        self._early: dict[Decision, frozenset[Unit]] = {}
         self._boxes: Boxes | None = None
         self._wants_boxes = method == "graph"
         self._num_handles = RemovableHandle.next_id
@@ -260,12 +266,12 @@ class SplitBackward:
 
     def _choose_early(
         self, decision: Decision, pending: Pending, limit: float | None
-    ) -> frozenset[int]:
+    ) -> frozenset[Unit]:
         if decision not in self._early:
             products = set(map(id, (t for p in pending.products for t in p.tensors())))
             others = [tensor for tensor in pending.tensors() if id(tensor) not in products]
             self._early[decision] = (
-                nodes_computed_early(
+                units_computed_early(
                     pending.products, others, limit=limit, excluded=self._weight_storages()
                 )
                 if limit

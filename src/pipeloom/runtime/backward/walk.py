@@ -41,10 +41,15 @@ class GraphShape:
 
 @dataclass(slots=True)
 class Graph:
-    """One forward's graph: the live nodes, in the numbering of ``shape``."""
+    """One forward's graph: the live nodes, in the numbering of ``shape``.
+
+    A node that is a Function written in Python does not keep itself alive, only the graph above it
+    does, down from ``roots``.
+    """
 
     nodes: list[Node]
     shape: GraphShape
+    roots: tuple[Root, ...]
 
     def edge(self, edge: Edge) -> GradientEdge:
         """The live edge, as torch's engine takes it."""
@@ -107,4 +112,4 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
         for leaf in inputs
     )
     shape = GraphShape(tuple(map(type, nodes)), tuple(children), tuple(roots), leaves)
-    return Graph(nodes, shape)
+    return Graph(nodes, shape, tuple(outputs))

@@ -1,0 +1,122 @@
+"""A compiled backward that runs whole, or leaves a part for W.
+
+The engine runs a compiled backward as one node of the graph. I asks that node to leave what was cut
+off::
+
+    I:  "leave W's part" ─► engine runs the node ─► gradients; values for W in the answer
+    B:  nobody asks      ─► engine runs the node ─► all gradients
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from pipeloom.runtime.backward.compiled.cut import Cut, cut_backward
+
+__all__ = ["Answer", "Halves", "Signature", "halves_of"]
+
+Run = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, and empties it
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the arguments of a compiled forward are.
+
+    ``places`` maps the operands of its node in the autograd graph to arguments, and so to outputs
+    of the backward; ``weights`` names what of the forward is made of parameters alone.
+    """
+
+    num_arguments: int
+    places: Mapping[int, int]
+    weights: frozenset[str]
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What the next run of a node leaves for W; no values if it was not run."""
+
+    cut: Cut
+    values: list[Any] | None = None
+
+
+class Halves:
+    """The backward of one compiled graph; what torch calls with saved tensors and gradients.
+
+    ``compile_part(part, reads)`` compiles a part that is given only those of the arguments.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        forward: Signature,
+        compile_part: Callable[[GraphModule, Sequence[int]], Run],
+    ) -> None:
+        self.module = module
+        self._forward = forward
+        self._compile = compile_part
+        self._whole: Run | None = None
+        self._cuts: dict[frozenset[int], Cut | None] = {}
+        self._halves: dict[Cut, Run] = {}
+        self._asked: dict[Any, Answer] = {}
+        self._boxed_call = True  # torch looks for this: the arguments come in a list
+
+    def cut(self, operands: frozenset[int]) -> Cut | None:
+        """I's half, where W computes as many of the operands' gradients as are worth it."""
+        if operands not in self._cuts:
+            places = {at: self._forward.places[at] for at in sorted(operands)}
+            self._cuts[operands] = cut_backward(self.module, places, self._forward.weights)
+        return self._cuts[operands]
+
+    def prepare(self, cut: Cut) -> None:
+        """Compile I's half."""
+        if cut not in self._halves:
+            self._halves[cut] = self._compile(cut.graph, cut.reads)
+
+    @contextmanager
+    def asked(self, node: Any, cut: Cut) -> Iterator[Answer]:
+        """Have the node's next run leave W's part."""
+        answer = self._asked[node] = Answer(cut)
+        try:
+            yield answer
+        finally:
+            self._asked.pop(node, None)
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        answer = self._asked.pop(torch._C._current_autograd_node(), None) if self._asked else None
+        if answer is None:
+            return list(self._run_whole(arguments))
+        cut = answer.cut
+        given = [arguments[place] for place in cut.reads]
+        values = [arguments[at] if as_given else None for as_given, at in cut.values]
+        arguments.clear()  # so that what I alone reads goes as soon as it is read
+        results = self._halves[cut](given)
+        for place, (as_given, at) in enumerate(cut.values):
+            if not as_given:
+                values[place] = results[at]
+        answer.values = values
+        outputs: list[Any] = [None] * cut.num_outputs
+        for at, place in enumerate(cut.gives):
+            outputs[place] = results[at]
+        return outputs
+
+    def _run_whole(self, arguments: list[Any]) -> Sequence[Any]:
+        if self._whole is None:
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                module = copy.deepcopy(self.module)  # compiling changes it
+            self._whole = self._compile(module, range(len(arguments)))
+        return self._whole(arguments)
+
+
+def halves_of(node: Any) -> Halves | None:
+    """The backward that a node of an autograd graph runs, if it can leave a part for later."""
+    backward = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
+    while backward is not None and not isinstance(backward, Halves):
+        backward = getattr(backward, "_torchdynamo_orig_callable", None)
+    return backward
