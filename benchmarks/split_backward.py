@@ -8,7 +8,9 @@ beyond the weights and their gradients: after F, and between I and W (on CUDA by
 CPU by counting what the graph and the kept state hold).
 
 A second table has the same stages with every block compiled: ``F+B`` by torch's own compiler,
-``F+I+W`` by the backend ``pipeloom``. torch's functions cannot split those.
+``F+I+W`` by the backend ``pipeloom``. torch's functions cannot split those. With a CUDA device
+there is a third, in which the stage is captured as CUDA graphs: ``F+B`` is eager, ``F+I+W``
+replayed.
 
     python benchmarks/split_backward.py [--rounds N] [--threads N] [--json] [--blocks eager]
 """
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.backward.cuda_graphs import CapturedStage
 
 
 class Block(nn.Module):
@@ -66,6 +69,9 @@ CUDA_CASES = [Case(4, 4096, 2048), Case(8, 1024, 1024), Case(4, 512, 256)]
 CPU_CASES = [Case(2, 384, 192), Case(8, 256, 128), Case(4, 128, 32)]
 
 
+KINDS = ("eager", "compiled", "captured")
+
+
 @dataclass
 class Row:
     """Milliseconds and MB of one case."""
@@ -75,7 +81,7 @@ class Row:
     ours: float
     torch: float | None
     held_after_forward: float
-    held_ours: float
+    held_ours: float | None
     held_torch: float | None
 
 
@@ -91,7 +97,7 @@ class Holder:
 class Bench:
     """One case: three ways to run one microbatch."""
 
-    def __init__(self, case: Case, device: str, *, compiled: bool) -> None:
+    def __init__(self, case: Case, device: str, kind: str) -> None:
         self.case, self.device = case, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -106,13 +112,20 @@ class Bench:
             "ours": self.run_ours,
             "torch": self.run_torch,
         }
-        if compiled:
+        captured: CapturedStage | None = None
+        if kind != "eager":
             del self.ways["torch"]
             self.split = copy.deepcopy(self.module)
+        if kind == "compiled":
             for module, backend in ((self.module, "inductor"), (self.split, "pipeloom")):
                 for block in module.children():
                     block.compile(backend=backend)
-        self.method = choose_method(self.split, stage=0)
+        elif kind == "captured":
+            sample = self.x.clone().requires_grad_()
+            captured = CapturedStage(self.split, sample, num_slots=1, stage=0)
+        self.method = choose_method(
+            self.split, weight_backward=captured and captured.weight_backward, stage=0
+        )
 
     def run_full(self, between: Callable[[Any], None]) -> None:
         x = self.x.clone().requires_grad_()
@@ -208,18 +221,19 @@ def tensors_in(kept: Any) -> list[Tensor]:
     return []
 
 
-def measure(case: Case, device: str, rounds: int, *, compiled: bool) -> Row:
+def measure(case: Case, device: str, kind: str, rounds: int) -> Row:
     """One row of the table."""
-    bench = Bench(case, device, compiled=compiled)
+    bench = Bench(case, device, kind)
     times = bench.time(rounds)
-    held = {name: bench.memory(name) for name in bench.ways}
+    # What a captured stage holds, it holds always.
+    held = {name: bench.memory(name) for name in bench.ways if (kind, name) != ("captured", "ours")}
     return Row(
         f"{case.layers} layers, d {case.width}, {case.tokens} tokens",
         times["full"],
         times["ours"],
         times.get("torch"),
         held["full"],
-        held["ours"],
+        held.get("ours"),
         held.get("torch"),
     )
 
@@ -240,9 +254,9 @@ def show(rows: list[Row], title: str) -> None:
         print(
             f"{row.stage:28}{row.full:9.2f}{row.ours:9.2f}{row.ours / row.full:7.2f}"
             f"{cell(row.torch, 9)}{cell(row.torch, 7, per=row.full)}"
-            f"{row.held_after_forward:11.2f}{row.held_ours:9.2f}"
-            f"{row.held_ours / row.held_after_forward:6.2f}{cell(row.held_torch, 9)}"
-            + (f"{row.held_ours / row.held_torch:8.2f}" if row.held_torch else f"{'—':>8}")
+            f"{row.held_after_forward:11.2f}{cell(row.held_ours, 9)}"
+            f"{cell(row.held_ours, 6, per=row.held_after_forward)}{cell(row.held_torch, 9)}"
+            f"{cell(row.held_torch and row.held_ours, 8, per=row.held_torch or 1)}"
         )
 
 
@@ -255,20 +269,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU table")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="only the table of this device")
-    parser.add_argument("--blocks", choices=["eager", "compiled"], help="only one of the tables")
+    parser.add_argument("--blocks", choices=KINDS, help="only the table of this kind")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tables = [("cpu", CPU_CASES)]
     if torch.cuda.is_available():
         tables.append(("cuda", CUDA_CASES))
     tables = [table for table in tables if options.device in (None, table[0])]
-    kinds = [kind for kind in ("eager", "compiled") if options.blocks in (None, kind)]
     results = {
-        f"{kind} blocks, {device}": [
-            measure(case, device, options.rounds, compiled=kind == "compiled") for case in cases
-        ]
+        f"{kind} blocks, {device}": [measure(case, device, kind, options.rounds) for case in cases]
         for device, cases in tables
-        for kind in kinds
+        for kind in KINDS
+        if options.blocks in (None, kind) and (kind, device) != ("captured", "cpu")
     }
     if options.json:
         print(json.dumps({name: [asdict(row) for row in rows] for name, rows in results.items()}))

@@ -31,6 +31,7 @@ __all__ = [
     "Layout",
     "Routed",
     "assemble",
+    "find_differences",
     "fits",
     "flatten",
     "hides_tensors",
@@ -193,7 +194,7 @@ def require_promise(layout: Layout, promised: Layout, *, stage: int, microbatch:
     """Raise a :class:`ShapeError` if a microbatch's output is not what the header announced."""
     if layout is promised:
         return
-    problems = list(_find_broken(layout, promised))
+    problems = find_differences(layout, promised, root="output", said="promised")
     if problems:
         raise ShapeError(
             f"the output of stage {stage} for microbatch {microbatch} is not what the first "
@@ -203,45 +204,54 @@ def require_promise(layout: Layout, promised: Layout, *, stage: int, microbatch:
         )
 
 
-def _find_broken(layout: Layout, promised: Layout) -> Sequence[str]:
+def find_differences(layout: Layout, expected: Layout, *, root: str, said: str) -> Sequence[str]:
+    """Where a value is not what is expected of it; ``said`` tells how that came to be known.
+
+    >>> import torch
+    >>> two, three = (take_apart(torch.zeros(size))[1] for size in (2, 3))
+    >>> find_differences(two, three, root="output", said="promised")
+    ['output has shape [2], promised [3]']
+    """
     if (
-        layout.tensors == promised.tensors
-        and layout.needs_grad == promised.needs_grad
-        and layout.tree == promised.tree
-        and all(map(_same_constant, layout.constants, promised.constants))
+        layout.tensors == expected.tensors
+        and layout.needs_grad == expected.needs_grad
+        and layout.tree == expected.tree
+        and all(map(_same_constant, layout.constants, expected.constants))
     ):
         return ()
-    if layout.tree != promised.tree:
-        return [f"its structure is {layout.tree or 'a tensor'}, not {promised.tree or 'a tensor'}"]
-    names = ["output"]
+    if layout.tree != expected.tree:
+        return [f"its structure is {layout.tree or 'a tensor'}, not {expected.tree or 'a tensor'}"]
+    names = [root]
     if layout.tree is not None:
-        names = name_leaves(unflatten(list(layout.constants), layout.tree), "output")
+        names = name_leaves(unflatten(list(layout.constants), layout.tree), root)
     constants = layout.constants or (_TENSOR_HERE,)
-    announced = promised.constants or (_TENSOR_HERE,)
+    others = expected.constants or (_TENSOR_HERE,)
     problems = []
     position = 0
-    for name, constant, expected in zip(names, constants, announced, strict=True):
-        if constant is _TENSOR_HERE and expected is _TENSOR_HERE:
-            problems += _compare_tensors(name, layout, promised, position)
+    for name, constant, other in zip(names, constants, others, strict=True):
+        if constant is _TENSOR_HERE and other is _TENSOR_HERE:
+            problems += _compare_tensors(name, layout, expected, position, said)
             position += 1
-        elif (constant is _TENSOR_HERE) != (expected is _TENSOR_HERE):
-            problems.append(f"{name} is {constant!r}, promised was {expected!r}")
+        elif (constant is _TENSOR_HERE) != (other is _TENSOR_HERE):
+            problems.append(f"{name} is {constant!r}, {said} was {other!r}")
             return problems
-        elif not _same_constant(constant, expected):
-            problems.append(f"{name} is the value {constant!r}, promised was {expected!r}")
+        elif not _same_constant(constant, other):
+            problems.append(f"{name} is the value {constant!r}, {said} was {other!r}")
     return problems
 
 
-def _compare_tensors(name: str, layout: Layout, promised: Layout, position: int) -> list[str]:
-    actual, expected = layout.tensors[position], promised.tensors[position]
+def _compare_tensors(
+    name: str, layout: Layout, expected: Layout, position: int, said: str
+) -> list[str]:
+    one, other = layout.tensors[position], expected.tensors[position]
     problems = []
-    if actual.shape != expected.shape:
-        problems.append(f"{name} has shape {list(actual.shape)}, promised {list(expected.shape)}")
-    if actual.dtype != expected.dtype:
-        problems.append(f"{name} has type {actual.dtype}, promised {expected.dtype}")
-    if layout.needs_grad[position] != promised.needs_grad[position]:
+    if one.shape != other.shape:
+        problems.append(f"{name} has shape {list(one.shape)}, {said} {list(other.shape)}")
+    if one.dtype != other.dtype:
+        problems.append(f"{name} has type {one.dtype}, {said} {other.dtype}")
+    if layout.needs_grad[position] != expected.needs_grad[position]:
         does = "requires" if layout.needs_grad[position] else "does not require"
-        problems.append(f"{name} {does} grad, unlike promised")
+        problems.append(f"{name} {does} grad, unlike {said}")
     return problems
 
 

@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import BackwardMethodError, ScheduleError
 from pipeloom.ir.products import PENDING_WEIGHTS
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
 from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.backward.cuda_graphs import CapturedStage
 from pipeloom.runtime.data_parallel import DataParallelStage, recognise
 from pipeloom.runtime.executor import RankParts
 from pipeloom.runtime.gradients import CopyExchange
@@ -29,10 +30,10 @@ def make_parts(
     """Everything the executors of this process work with."""
     sides = {stage: recognise(module) for stage, module in modules.items()}
     data_parallel = {stage: side for stage, side in sides.items() if side is not None}
+    exchanges = _make_exchanges(modules, schedule, local_ranks)
+    _require_own_gradients(options, {*data_parallel, *exchanges})
     return RankParts(
-        _make_runners(modules, schedule, options, data_parallel),
-        data_parallel,
-        _make_exchanges(modules, schedule, local_ranks),
+        _make_runners(modules, schedule, options, data_parallel), data_parallel, exchanges
     )
 
 
@@ -107,6 +108,22 @@ def _make_exchanges(
                 exchanges.update(dict.fromkeys(local, exchange))
     _require_own_parameters(modules, exchanges)
     return exchanges
+
+
+def _require_own_gradients(options: Options, reduced: Collection[int]) -> None:
+    """Where gradients are reduced, those from before the step are set aside; a captured stage adds
+    to the memory that they have."""
+    captured = [
+        stage
+        for stage, builder in options.weight_backward.items()
+        if isinstance(getattr(builder, "__self__", None), CapturedStage) and stage in reduced
+    ]
+    if captured:
+        raise BackwardMethodError(
+            f"stages {', '.join(map(str, sorted(captured)))} were captured as CUDA graphs, and "
+            "their gradients are reduced with those of other ranks, which captured stages do not "
+            "allow yet; leave out the capture, or the data parallelism or copies of these stages"
+        )
 
 
 def _require_own_parameters(modules: Mapping[int, nn.Module], exchanged: Collection[int]) -> None:
