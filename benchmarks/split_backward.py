@@ -23,7 +23,6 @@ import gc
 import json
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.backward.boxes import Boxes
 from pipeloom.runtime.backward.cuda_graphs import CapturedStage
 
 
@@ -83,15 +83,6 @@ class Row:
     held_after_forward: float
     held_ours: float | None
     held_torch: float | None
-
-
-class Holder:
-    """A saved tensor that can be watched."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class Bench:
@@ -183,27 +174,24 @@ class Bench:
         return found[0]
 
     def _on_cpu(self, name: str) -> float:
-        holders: list[weakref.ref[Holder]] = []
-
-        def pack(tensor: Tensor) -> Holder:
-            holder = Holder(tensor)
-            holders.append(weakref.ref(holder))
-            return holder
-
         modules = (self.module, self.split)
         weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
         found: list[float] = []
 
         def count(kept: Any) -> None:
             gc.collect()
-            alive = [h.tensor for h in (ref() for ref in holders) if h is not None]
+            alive = [box.tensor for box in (ref() for ref in boxes.contents) if box is not None]
             storages = {
                 storage.data_ptr(): storage.nbytes()
-                for storage in (t.untyped_storage() for t in (*alive, *tensors_in(kept)))
+                for storage in (
+                    t.untyped_storage() for t in (*alive, *tensors_in(kept)) if t is not None
+                )
             }
             found.append(sum(size for key, size in storages.items() if key not in weights))
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        # Boxes are not in the way of a split; other hooks it takes for somebody's offloading.
+        boxes = Boxes()
+        with boxes:
             self.ways[name](count)
         return found[0]
 

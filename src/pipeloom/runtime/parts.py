@@ -12,6 +12,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.topology import Topology
 from pipeloom.runtime.backward import choose_method
 from pipeloom.runtime.backward.cuda_graphs import CapturedStage
+from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.data_parallel import DataParallelStage, recognise
 from pipeloom.runtime.executor import RankParts
 from pipeloom.runtime.gradients import CopyExchange
@@ -50,6 +51,7 @@ def _make_runners(
         if product[0] == PENDING_WEIGHTS
     }
     topology = schedule.topology
+    hooks = HookCount()
     runners = {}
     for stage, module in modules.items():
         side = data_parallel.get(stage)
@@ -64,6 +66,7 @@ def _make_runners(
                 method=_method_of(stage, options, stage in split_stages),
                 weight_backward=options.weight_backward.get(stage),
                 stage=stage,
+                hooks=hooks,
                 **options.backward_options,
             ),
         )

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
+from pipeloom.runtime.backward.boxes import Boxes
 from tests.runtime.backward.harness import fresh
 from tests.runtime.backward.zoo import flat
 
 
-class Holder:
-    """One saved tensor, alive as long as the graph holds it."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 @contextmanager
 def watched_saves() -> Iterator[Callable[[], list[Tensor]]]:
-    """Watch what graphs save; the result lists what of it is still alive."""
-    holders: list[weakref.ref[Holder]] = []
+    """Watch what graphs save; the result lists what of it is still alive.
 
-    def pack(tensor: Tensor) -> Holder:
-        holder = Holder(tensor)
-        holders.append(weakref.ref(holder))
-        return holder
+    By boxes, which a split knows; other hooks on saved tensors it takes for somebody's offloading.
+    """
+    boxes = Boxes()
+    with boxes:
+        yield lambda: alive_in(boxes)
 
-    def alive() -> list[Tensor]:
-        return [holder.tensor for holder in (ref() for ref in holders) if holder is not None]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        yield alive
+def alive_in(boxes: Boxes) -> list[Tensor]:
+    found = [box for box in (reference() for reference in boxes.contents) if box is not None]
+    return [box.tensor for box in found if box.tensor is not None]
 
 
 def weight_storages(module: nn.Module) -> set[int]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeloom.errors import BackwardMethodError
 from pipeloom.runtime.backward import choose_method
 from tests.runtime.backward.harness import accumulate, assert_same_parameters, run_forward
 from tests.runtime.backward.zoo import build, feed
@@ -107,3 +108,65 @@ def test_distributed_parameters_get_distributed_gradients(mesh: DeviceMesh) -> N
     for mine, theirs in zip(module.parameters(), truth.module.parameters(), strict=True):
         assert isinstance(mine.grad, DTensor)
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+class Twice(nn.Module):
+    """One weight in a node that is run again and in a product that is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(4, 4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.layer(nn.functional.bilinear(x, x, self.weight))
+        return mixed + torch.bmm(x.expand(4, 3, 4), self.weight).sum(0)
+
+
+class Ungiven(nn.Module):
+    """A weight for which its Function gives no gradient."""
+
+    class Skip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return 1 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.Skip.apply(x, self.weight))
+
+
+@pytest.mark.parametrize("method", ["auto", "graph", "whole"])
+@pytest.mark.parametrize("kind", [Twice, Ungiven])
+def test_ddp_hears_of_every_parameter_exactly_once(
+    kind: type[nn.Module], method: str, mesh: DeviceMesh
+) -> None:
+    torch.manual_seed(0)
+    module, batches = kind(), [[torch.randn(3, 4, requires_grad=True)] for _ in range(4)]
+    truth = accumulate(module, batches)
+    wrapped = DistributedDataParallel(module)
+    backward = choose_method(wrapped, method=method)
+    for index, inputs in enumerate(batches):  # the reducer refuses to go on if it heard otherwise
+        saved = run_forward(backward, wrapped, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        backward.weight(saved)
+    for mine, theirs in zip(module.parameters(), truth.module.parameters(), strict=True):
+        # DDP has a zero where there is no gradient.
+        torch.testing.assert_close(
+            mine.grad, torch.zeros_like(mine) if theirs.grad is None else theirs.grad
+        )
+
+
+def test_ddp_that_reduces_when_the_backward_ends_is_not_split(mesh: DeviceMesh) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    with pytest.raises(BackwardMethodError, match="static_graph"):
+        choose_method(wrapped, method="deferred")
+    backward = choose_method(wrapped)
+    assert backward.choice.method == "whole"
+    assert "static_graph" in backward.choice.reason

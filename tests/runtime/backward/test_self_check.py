@@ -20,6 +20,7 @@ from pipeloom.runtime.backward import (
     recipes,
     ways,
 )
+from pipeloom.runtime.backward.checkpointing import is_packed
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.halves import halves_of
 from pipeloom.runtime.backward.plan import InInput, Plan, make_plan
@@ -53,7 +54,7 @@ def planned(name: str, how: str) -> tuple[Graph, Plan]:
         use_recipes=how != "reruns",
         hooked=False,
         rerun=lambda node, kind: how == "reruns" and not hasattr(node, "saved_tensors"),
-        recomputed=lambda node, recipe: False,
+        packed=lambda node, recipe: is_packed(node, recipe.saved),
         halve=halve,
     )
     return graph, made

@@ -15,16 +15,20 @@ tensor hooks, accumulation and post-accumulate hooks run as in any backward::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeloom.runtime.backward.listeners import Listeners
-from pipeloom.runtime.backward.pending import Pending, Product
+from pipeloom.runtime.backward.listeners import Listeners, pass_parameters
+from pipeloom.runtime.backward.pending import Gradient, Pending, Product
+from pipeloom.runtime.backward.plan import Plan
 from pipeloom.runtime.backward.self_check import muted_hooks
-from pipeloom.runtime.backward.walk import Edge
+from pipeloom.runtime.backward.walk import Edge, accumulation_below
 
 __all__ = ["add_early", "add_weight_gradients", "weight_gradients"]
 
@@ -37,42 +41,103 @@ MOST_GATHERED = 1 << 16
 @torch.no_grad()
 def add_weight_gradients(pending: Pending, listeners: Listeners) -> None:
     """Add everything that is pending to ``.grad``; empties ``pending`` as it goes."""
+    with torch._C.DisableTorchFunctionSubclass():  # products of subclasses are plain gradients
+        sent = _send_gradients(pending)
+    pass_parameters(_missed(pending, sent))
+    listeners.tell(pending.arrived)
+
+
+def _send_gradients(pending: Pending) -> list[Edge]:
+    """Add in place or through the engine; returns the edges at which gradients entered the graph.
+
+    What goes through the engine is computed group by group of what hangs together, so that the
+    gradients of one group are gone before those of the next are there.
+    """
     plan = pending.plan
-    roots: dict[int, list[tuple[Edge, Tensor]]] = {}
-    arrived = pending.arrived
     targets = _targets(pending, plan.in_place)
     additions = _Additions()
+    jobs: dict[int, list[tuple[Edge, Callable[[], Tensor]]]] = {}
 
-    def send(edge: Edge, grad: Tensor) -> None:
-        roots.setdefault(plan.group[edge[0]], []).append((edge, grad))
+    def send(edge: Edge, compute: Callable[[], Tensor]) -> None:
+        group = -1 if at_once else plan.group[edge[0]]
+        jobs.setdefault(group, []).append((edge, compute))
 
+    at_once = any(
+        parameter is None and _wants_all_at_once(pending.nodes[leaf].variable)
+        for leaf, parameter in targets.items()
+        if leaf is not None
+    )
     # Later layers first, as a backward would: reducers fill their buckets in that order.
-    for position, product in enumerate(pending.products):
+    products, pending.products = deque(pending.products), []
+    while products:
+        product = products.popleft()
         use = product.use
         parameter = targets.get(use.leaf)
         if parameter is None or use.leaf is None:
-            send(use.target, use.recipe.compute(product.grad, product.operands, False))
+            send(use.target, partial(_compute, product))
         else:
             additions.add_product(parameter, product)
-            arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
-        pending.products[position] = None  # type: ignore[call-overload]
-    pending.products = []
+            pending.arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
     for edges, asked, grads in pending.reruns:
         for edge, grad in _run_again(pending, edges, asked, grads):
-            send(edge, grad)
+            send(edge, partial(_not_shared, grad, grads))
     pending.reruns, pending.boxed = [], []
     for kept in pending.gradients:
         parameter = targets.get(kept.target[0])
         if parameter is None:
-            send(kept.target, kept.grad)
+            send(kept.target, partial(_own, kept, plan))
         else:
             additions.add(parameter, kept.grad, fresh=False)
-            arrived[id(parameter)] = parameter, pending.nodes[kept.target[0]]
+            pending.arrived[id(parameter)] = parameter, pending.nodes[kept.target[0]]
     pending.gradients = []
     additions.finish()
-    for group in roots.values():
-        torch.autograd.backward([pending.edge(edge) for edge, _ in group], [g for _, g in group])
-    listeners.tell(arrived)
+    sent: list[Edge] = []
+    for group in list(jobs):
+        together = [edge for edge, _ in jobs[group]]
+        _run_to_parameters(pending, together, [compute() for _, compute in jobs.pop(group)])
+        sent += together
+    return sent
+
+
+def _run_to_parameters(pending: Pending, edges: Sequence[Edge], grads: Sequence[Tensor]) -> None:
+    torch.autograd.backward([pending.edge(edge) for edge in edges], grads)
+
+
+def _compute(product: Product) -> Tensor:
+    return product.use.recipe.compute(product.grad, product.operands, False)
+
+
+def _own(kept: Gradient, plan: Plan) -> Tensor:
+    """A gradient that nobody else has: nodes hand views of it on, and one may become ``.grad``."""
+    return kept.grad if kept.target[0] in plan.leaf_set else kept.grad.clone()
+
+
+def _not_shared(grad: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """What a node computed, unless it only passed on what it was given."""
+    memory = {one.untyped_storage().data_ptr() for one in given if type(one) is Tensor}
+    is_view = type(grad) is Tensor and grad.untyped_storage().data_ptr() in memory
+    return grad.clone() if is_view else grad
+
+
+def _wants_all_at_once(parameter: Tensor) -> bool:
+    """Whether torch's own hooks wait for the gradients of several tensors in one run."""
+    hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+    return any(
+        getattr(hook, "__module__", "") == torch.autograd.graph.__name__ for hook in hooks.values()
+    )
+
+
+def _missed(pending: Pending, sent: Sequence[Edge]) -> list[Tensor]:
+    """Parameters that got no gradient although a backward would have come to them."""
+    if not pending.missing:
+        return []
+
+    def below(edges: Iterable[Edge]) -> dict[int, Tensor]:
+        ends = [end for at, _ in edges for end in accumulation_below(pending.nodes[at])]
+        return {id(end.variable): end.variable for end in ends}
+
+    reached = {*below(sent), *pending.arrived}
+    return [one for key, one in below(pending.missing).items() if key not in reached]
 
 
 @torch.no_grad()
@@ -85,15 +150,16 @@ def add_early(pending: Pending, units: frozenset[tuple[int, int | None]]) -> Non
     leaves = {use.leaf for use in uses if use.leaf is not None}
     targets = _targets(pending, leaves & pending.plan.in_place)
     additions = _Additions()
-    for product in pending.products:
-        use = product.use
-        parameter = targets.get(use.leaf)
-        if use.unit in units and parameter is not None and use.leaf is not None:
-            additions.add_product(parameter, product)
-            pending.arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
-        else:
-            staying.append(product)
-    additions.finish()
+    with torch._C.DisableTorchFunctionSubclass():
+        for product in pending.products:
+            use = product.use
+            parameter = targets.get(use.leaf)
+            if use.unit in units and parameter is not None and use.leaf is not None:
+                additions.add_product(parameter, product)
+                pending.arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
+            else:
+                staying.append(product)
+        additions.finish()
     pending.products = staying
 
 
@@ -101,9 +167,8 @@ def add_early(pending: Pending, units: frozenset[tuple[int, int | None]]) -> Non
 def weight_gradients(pending: Pending) -> dict[int, Tensor]:
     """The gradients that W would add, per parameter's node, without adding or freeing anything."""
     edges = [(kept.target, kept.grad) for kept in pending.gradients]
-    for product in pending.products:
-        grad = product.use.recipe.compute(product.grad, product.operands, False)
-        edges.append((product.use.target, grad))
+    with torch._C.DisableTorchFunctionSubclass():
+        edges += [(product.use.target, _compute(product)) for product in pending.products]
     for starts, asked, grads in pending.reruns:
         edges += _run_again(pending, starts, asked, grads)
     leaves = [leaf for leaf in pending.plan.leaves if leaf in pending.nodes]
@@ -159,12 +224,14 @@ def _targets(pending: Pending, leaves: Iterable[int]) -> dict[int | None, Tensor
         parameter = targets.get(kept.target[0])
         if parameter is not None and not _fits(parameter, kept.grad, cast=True):
             targets[kept.target[0]] = None
+    for _, asked, _ in pending.reruns:  # these go through the engine in any case
+        targets.update({node: None for node, _ in asked if node in targets})
     return targets
 
 
 def _takes_additions(parameter: Tensor) -> bool:
     """Whether the parameter's ``.grad`` may be added to without the engine."""
-    if type(parameter) not in PLAIN or parameter._backward_hooks:
+    if type(parameter) not in PLAIN or parameter._backward_hooks or not parameter.requires_grad:
         return False
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         return False
@@ -196,26 +263,40 @@ class _Additions:
         """``parameter.grad`` grows by a product."""
         use, total = product.use, parameter.grad
         recipe, grad = use.recipe, product.grad
-        if total is not None and recipe.add_to is not None and total.dtype == grad.dtype:
+        # An embedding may ask for sparse gradients, also of a weight that is used otherwise too.
+        is_dense = total is None or total.layout is torch.strided
+        if (
+            total is not None
+            and is_dense
+            and recipe.add_to is not None
+            and total.dtype == grad.dtype
+        ):
             recipe.add_to(total, grad, product.operands, use.transposed)
             return
         value = recipe.compute(grad, product.operands, use.transposed)
-        if value.layout is torch.strided:
+        if is_dense and value.layout is torch.strided:
             self.add(parameter, value, fresh=True)
-        else:  # an embedding that asked for sparse gradients
-            parameter.grad = value if total is None else total.add_(value)
+        elif total is None:
+            parameter.grad = value
+        else:
+            parameter.grad = total.add_(value) if is_dense else value + total
 
     def add(self, parameter: Tensor, value: Tensor, *, fresh: bool) -> None:
         """``parameter.grad += value``; a fresh value may become ``.grad`` itself."""
         total = parameter.grad
         if total is None:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            dtype = getattr(parameter, "grad_dtype", parameter.dtype) or value.dtype
             usable = fresh and value.dtype == dtype and value.stride() == parameter.stride()
             if not usable:
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
             parameter.grad = value
-        elif value.numel() > MOST_GATHERED or id(total) in self._gathered:
-            total.add_(value)  # a second value for one total cannot be added beside the first
+        elif (
+            value.numel() > MOST_GATHERED
+            or id(total) in self._gathered  # a second value cannot be added beside the first
+            or total.is_neg()
+            or total.is_conj()
+        ):
+            total.add_(value)
         else:
             self._gathered[id(total)] = total, value
 

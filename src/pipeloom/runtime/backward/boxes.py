@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Boxes"]
+__all__ = ["Box", "Boxes"]
 
 
 class Box:
@@ -31,13 +31,17 @@ class Box:
     def open(self) -> Tensor:
         if self.tensor is None:
             raise RuntimeError("a tensor was asked for that the backward of the inputs freed")
-        if self.tensor._version != self.version:
+        if self.is_overwritten():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tuple(self.tensor.shape)} is at version "
                 f"{self.tensor._version}, expected version {self.version}"
             )
         return self.tensor
+
+    def is_overwritten(self) -> bool:
+        """Whether the tensor was changed since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
 
 
 class Boxes(saved_tensors_hooks):
@@ -55,14 +59,14 @@ class Boxes(saved_tensors_hooks):
         super().__init__(pack, Box.open)
         self.contents = contents
 
-    def keep_only(self, nodes: Iterable[Any]) -> list[Tensor]:
+    def keep_only(self, nodes: Iterable[Any]) -> list[Box]:
         """Empty every box but those of ``nodes``; returns what stays."""
         kept = {id(box): box for node in nodes for box in _boxes_of(node)}
         for reference in self.contents:
             box = reference()
             if box is not None and id(box) not in kept:
                 box.tensor = None
-        return [box.tensor for box in kept.values() if box.tensor is not None]
+        return list(kept.values())
 
 
 def _boxes_of(node: Any) -> Iterable[Box]:

@@ -10,10 +10,12 @@ for it. The products that hold most for their work are then computed right after
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeloom.runtime.backward.checkpointing import is_packed, saved_names
 from pipeloom.runtime.backward.pending import Product
 from pipeloom.runtime.backward.walk import Graph
 
@@ -42,26 +44,29 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         for part in parts:
             if isinstance(part, Tensor):
                 yield from storages(part)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+    elif tensor.layout is torch.strided and not tensor._is_zerotensor():
+        try:
+            storage = tensor.untyped_storage()
+            storage.data_ptr()
+        except RuntimeError:
+            return  # a wrapper that does not say what it wraps has no memory of its own
+        yield storage
 
 
 def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:
     """What the graph of a forward keeps alive; 0 where hooks keep it in a way of their own."""
     tensors: list[Tensor] = []
     for node in graph.nodes:
-        for name in dir(type(node)):
-            if name.startswith("_raw_saved_"):
-                raw = getattr(node, name)
-                raws = raw if isinstance(raw, (list, tuple)) else (raw,)
-                if any(getattr(one, "unpack_hook", None) is not None for one in raws):
-                    return 0
-                plain = name.replace("_raw", "", 1)
-                if plain == "_saved_tensors":  # a custom Function has them under their own name
-                    plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
-                found = getattr(node, plain, None)
-                many = found if isinstance(found, (list, tuple)) else (found,)
-                tensors += [one for one in many if isinstance(one, Tensor)]
+        kind: Any = type(node)
+        for name in saved_names(kind):
+            if is_packed(node, name):
+                return 0
+            plain = name.replace("_raw", "", 1)
+            if plain == "_saved_tensors":  # a custom Function has them under their own name
+                plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
+            found = getattr(node, plain, None)
+            many = found if isinstance(found, (list, tuple)) else (found,)
+            tensors += [one for one in many if isinstance(one, Tensor)]
     return bytes_of(tensors, excluded=excluded)
 
 

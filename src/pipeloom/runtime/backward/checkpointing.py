@@ -1,71 +1,109 @@
-"""Activations that are only there while a checkpoint recomputes.
+"""Activations that are not there until their node runs.
 
 A non-reentrant checkpoint drops the activations of its block and runs the block again when the
-backward first asks for one of them, once per engine run. Asking before I would recompute the block
-once more. Instead, while I runs, the inputs of the block's linear layers are noted as the
-recomputation passes through them::
+backward first asks for one of them, once per engine run. Other hooks on saved tensors bring them
+back from the host, say. What W needs of such a node is therefore taken when the engine runs it::
 
-    I:  … ─► GeluBackward ─► "where is my input?" ─► block(x) again ─► noted: inputs of its linears
+    I:  … ─► TanhBackward ─► "where is my input?" ─► block(x) again
+         ─► AddmmBackward ─► its input is taken for W ─► and given to the node
 
-The first time a graph with such layers is met, their gradients come out of I and the notes are only
-compared with what was hoped for; from then on they are used.
+So a tensor is asked for twice: by us, and by the node. A checkpoint gives out each tensor once and
+remembers that, and is made to forget. What hooks of somebody else would do is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-__all__ = ["is_recomputed", "linear_owners", "noted_inputs", "saves_recomputed"]
+from pipeloom.runtime.backward.boxes import Box
+
+__all__ = [
+    "allow_second_use",
+    "allows_second_use",
+    "is_packed",
+    "runs_once",
+    "saves_for_one_use",
+    "saved_names",
+    "saves_recomputed",
+]
+
+CHECKPOINT = torch.utils.checkpoint.__name__
+OFFLOADING = torch.autograd.graph.__name__  # save_on_cpu
 
 
-def is_recomputed(node: Any, attribute: str | None) -> bool:
-    """Whether a node's saved tensor is one that a checkpoint will recompute."""
-    if attribute is None:
-        return False
-    saved = getattr(node, attribute, None)
-    return any(
-        getattr(getattr(one, "unpack_hook", None), "__module__", None)
-        == torch.utils.checkpoint.__name__
-        for one in (saved if isinstance(saved, (list, tuple)) else (saved,))
-    )
+def is_packed(node: Any, attribute: str | None) -> bool:
+    """Whether hooks keep a node's saved tensor in a form of their own; ours do not count."""
+    saved = getattr(node, attribute, None) if attribute is not None else None
+    if isinstance(saved, (list, tuple)):
+        return any(_hook(one) is not None for one in saved)
+    return saved is not None and _hook(saved) is not None
+
+
+def runs_once(node: Any) -> bool:
+    """Whether a node's saved tensors may not be asked for in a later run."""
+    return any(_source(one) not in (None, OFFLOADING) for one in _saved(node))
 
 
 def saves_recomputed(node: Any) -> bool:
     """Whether a checkpoint will recompute any tensor that the node saved."""
-    return any(is_recomputed(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
+    return any(_source(one) == CHECKPOINT for one in _saved(node))
 
 
-def linear_owners(module: nn.Module) -> dict[int, nn.Linear]:
-    """Weight → the one linear layer that owns it."""
-    owners: dict[int, nn.Linear] = {}
-    shared: set[int] = set()
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
-            if id(layer.weight) in owners:
-                shared.add(id(layer.weight))
-            owners[id(layer.weight)] = layer
-    return {key: layer for key, layer in owners.items() if key not in shared}
+def saves_for_one_use(node: Any) -> bool:
+    """Whether hooks that nobody knows keep any tensor of the node, and may give it out once."""
+    return any(_source(one) not in (None, CHECKPOINT, OFFLOADING) for one in _saved(node))
 
 
-@contextmanager
-def noted_inputs(layers: Mapping[int, nn.Linear]) -> Iterator[dict[int, list[Tensor]]]:
-    """Note what each layer is called with, while gradients are recorded."""
-    notes: dict[int, list[Tensor]] = {key: [] for key in layers}
+def allows_second_use(node: Any) -> bool:
+    """Whether all that the node saved can be asked for by us and by the node itself."""
+    return not saves_for_one_use(node) and all(
+        isinstance(getattr(place, "handles", None), dict) for place in _places(node)
+    )
 
-    def note(key: int) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled() and args:
-                notes[key].append(args[0].detach())
 
-        return hook
+def allow_second_use(node: Any) -> None:
+    """Have checkpoints give the node's tensors out as often as they are asked for."""
+    for place in _places(node):
+        if type(place.handles) is not _Forgetful:
+            place.handles = _Forgetful(place.handles)
 
-    with ExitStack() as registered:
-        for key, layer in layers.items():
-            handle = layer.register_forward_pre_hook(note(key))
-            registered.callback(handle.remove)
-        yield notes
+
+class _Forgetful(dict[Any, Any]):
+    """Which tensor belongs to which run of the engine; ``None`` would mean that it is gone."""
+
+    def __setitem__(self, run: Any, handle: Any) -> None:
+        if handle is not None:
+            super().__setitem__(run, handle)
+
+
+def _places(node: Any) -> Iterator[Any]:
+    """What checkpoints left with the node in place of its tensors."""
+    return (one.data for one in _saved(node) if _source(one) == CHECKPOINT)
+
+
+def _saved(node: Any) -> Iterator[Any]:
+    kind: Any = type(node)
+    for name in saved_names(kind):
+        saved = getattr(node, name, None)
+        yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+
+
+@lru_cache(maxsize=256)
+def saved_names(kind: Any) -> tuple[str, ...]:
+    """Under which names nodes of a kind have what they saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _hook(saved: Any) -> Any:
+    hook = getattr(saved, "unpack_hook", None)
+    return None if hook is Box.open else hook
+
+
+def _source(saved: Any) -> str | None:
+    """The module whose hooks keep a tensor; ``None`` if it is kept as it is."""
+    hook = _hook(saved)
+    return None if hook is None else str(getattr(hook, "__module__", ""))

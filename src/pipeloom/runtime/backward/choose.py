@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from pipeloom.errors import BackwardMethodError
 from pipeloom.runtime.backward.compiled.backend import leaves_weights
+from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.method import BackwardMethod
 from pipeloom.runtime.backward.split import SplitBackward
 from pipeloom.runtime.backward.whole import UserWeightBackward, WholeBackward
@@ -30,6 +32,7 @@ def choose_method(
     accumulate_fp32: bool = False,
     hold_at_most: float | None = 0.9,
     stage: int | None = None,
+    hooks: HookCount | None = None,
 ) -> BackwardMethod:
     """The backward of one stage.
 
@@ -41,8 +44,8 @@ def choose_method(
         returns what W is to run.
     ``self_check``
         ``"structural"`` checks every plan, ``"numeric"`` also compares the first microbatch of
-        every plan with a full backward (not where compiled code is in the way, whose backward can
-        run only once), ``"off"`` trusts.
+        every plan with a full backward (not where a part of it can run only once, such as code
+        compiled by other backends), ``"off"`` trusts.
     ``strict``
         Raise, instead of warning, where a backward cannot be split as asked.
     ``accumulate_fp32``
@@ -51,6 +54,9 @@ def choose_method(
         The share of what F kept that may stay between I and W. Where weight products hold more,
         those that hold most for their work are computed at the end of I, into ``.grad``, if that
         moves no more than an eighth of the work; ``None`` defers them all.
+    ``hooks``
+        Shared by the stages of a process, so that the hooks that one registers for itself do not
+        look like a user's to the others.
 
     >>> choose_method(torch.nn.Linear(2, 2), method="later")
     Traceback (most recent call last):
@@ -62,10 +68,9 @@ def choose_method(
     ):
         if value not in known:
             raise BackwardMethodError(f"{name} {value!r} is none of {', '.join(known)}")
+    _require_share(hold_at_most)
     if accumulate_fp32:
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.dtype in HALF:
-                parameter.grad_dtype = torch.float32
+        _accumulate_in_fp32(module)
     if weight_backward is not None:
         if method != "auto":
             raise BackwardMethodError(
@@ -75,6 +80,14 @@ def choose_method(
         return UserWeightBackward(weight_backward, stage=stage)
     if method == "whole":
         return WholeBackward(stage=stage, reason="asked for")
+    if any(getattr(part, "static_graph", False) for part in module.modules() if _is_ddp(part)):
+        reason = "DDP with static_graph=True reduces when I's run of the engine ends"
+        if method != "auto":
+            raise BackwardMethodError(
+                f"method={method!r} cannot split this stage: {reason}, before W; leave out "
+                'static_graph, or use method="auto", which then runs the stage whole'
+            )
+        return WholeBackward(stage=stage, reason=reason)
     check_compiled(module, method)
     return SplitBackward(
         module,
@@ -83,7 +96,33 @@ def choose_method(
         strict=strict,
         hold_at_most=hold_at_most,
         stage=stage,
+        hooks=hooks or HookCount(),
     )
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def _require_share(hold_at_most: object) -> None:
+    is_number = isinstance(hold_at_most, (int, float)) and not isinstance(hold_at_most, bool)
+    if hold_at_most is not None and not (is_number and 0 < float(str(hold_at_most)) < math.inf):
+        raise BackwardMethodError(
+            f"hold_at_most {hold_at_most!r} is no share of what F kept: give a number above 0, "
+            "such as 0.9, or None to defer everything"
+        )
+
+
+def _accumulate_in_fp32(module: nn.Module) -> None:
+    half = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF]
+    narrow = [n for n, p in half if p.grad is not None and p.grad.dtype != torch.float32]
+    if narrow:
+        raise BackwardMethodError(
+            "accumulate_fp32 cannot change the type of gradients that are there already: "
+            f"{', '.join(narrow)}; call zero_grad() before"
+        )
+    for _, parameter in half:
+        parameter.grad_dtype = torch.float32
 
 
 def check_compiled(module: nn.Module, method: str) -> None:

@@ -9,17 +9,22 @@ from typing import Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from pipeloom.runtime.backward.checkpointing import is_recomputed, saves_recomputed
+from pipeloom.runtime.backward.checkpointing import (
+    allows_second_use,
+    is_packed,
+    runs_once,
+    saves_for_one_use,
+)
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.halves import halves_of
 from pipeloom.runtime.backward.method import Choice
 from pipeloom.runtime.backward.plan import Plan, make_plan
 from pipeloom.runtime.backward.recipes import Recipe
 from pipeloom.runtime.backward.self_check import structural_faults
-from pipeloom.runtime.backward.walk import Graph
+from pipeloom.runtime.backward.walk import Graph, is_accumulate
 from pipeloom.runtime.backward.ways import FUSED_TYPES
 
-__all__ = ["Decision", "decide", "learnable_layers"]
+__all__ = ["Decision", "decide"]
 
 # Products without a recipe whose backward computes each half on its own: worth a later run.
 RERUN_TYPES = frozenset({"CdistBackward0", "LinearBackward0", "TrilinearBackward0"})
@@ -33,25 +38,30 @@ class Decision:
 
     ``uncovered`` names parameters because of which the backward is not split although it was asked
     for, ``suspects`` those that a custom Function may hide: if a full backward does not reach them
-    either, they are not used at all. ``unlearned`` are parameters inside checkpoints whose layers
-    are to be watched.
+    either, they are not used at all.
     """
 
     choice: Choice
     plan: Plan | None
     uncovered: tuple[str, ...] = ()
     suspects: tuple[str, ...] = ()
-    unlearned: frozenset[int] = frozenset()
     wants_boxes: bool = False
-    watches: bool = False  # layers inside checkpoints are to be watched during I
-    runs_once: bool = False  # compiled code is part of it, whose backward cannot run twice
+    runs_once: bool = False  # a part of the backward may not run twice
 
     def fits(self, graph: Graph) -> bool:
         """Whether what the plan was told by nodes, beyond the graph's shape, is still so."""
-        turns = self.plan.turns if self.plan is not None else ()
-        return all(
-            (graph.nodes[index]._saved_dim0, graph.nodes[index]._saved_dim1) == (dim0, dim1)
-            for index, dim0, dim1 in turns
+        if self.plan is None:
+            return True
+        nodes, plan = graph.nodes, self.plan
+        return (
+            all(
+                (nodes[index]._saved_dim0, nodes[index]._saved_dim1) == (dim0, dim1)
+                for index, dim0, dim1 in plan.turns
+            )
+            and all(
+                is_packed(nodes[use.node], use.recipe.saved) == use.packed for use in plan.deferred
+            )
+            and not any(runs_once(nodes[again.node]) for again in plan.reruns)
         )
 
     def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:
@@ -66,14 +76,12 @@ def decide(
     method: str,
     boxed: bool,
     hooked: bool,
-    linears: frozenset[int] | None,
     unused: frozenset[str],
     check: bool,
 ) -> Decision:
     """Choose for one graph. ``boxed``: saved tensors are in boxes. ``hooked``: the forward
-    registered hooks. ``linears``: checkpointed weights whose layers are known to be seen, ``None``
-    before that was tried. ``unused``: parameters known not to be used. ``check``: prove the plan
-    before it is used.
+    registered hooks. ``unused``: parameters known not to be used. ``check``: prove the plan before
+    it is used.
     """
     parameter_names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
 
@@ -90,19 +98,10 @@ def decide(
         reason = f"parameters are not in the graph, and {hiding[0]} may hide them"
         return Decision(Choice("whole", reason), None, suspects=missing)
 
-    unlearned: set[int] = set()
-    uses = _recomputed_uses(graph)
-
-    def recomputed(node: Any, recipe: Recipe) -> bool | None:
-        if not is_recomputed(node, recipe.saved):
+    def packed(node: Any, recipe: Recipe) -> bool | None:
+        if not is_packed(node, recipe.saved):
             return False
-        leaf = uses.get(id(node))
-        if leaf is None:
-            return None
-        if linears is not None and leaf in linears:
-            return True
-        unlearned.add(leaf)
-        return None
+        return True if allows_second_use(node) else None
 
     once = _why_once(graph, hooked=hooked)
 
@@ -114,7 +113,7 @@ def decide(
             or isinstance(node, BackwardCFunction)
         ):
             return False
-        if saves_recomputed(node):
+        if runs_once(node):
             return False
         return method == "graph" or kind in RERUN_TYPES
 
@@ -127,7 +126,7 @@ def decide(
         use_recipes=method != "graph",
         hooked=hooked,
         rerun=may_run_again,
-        recomputed=recomputed,
+        packed=packed,
         halve=halve,
     )
     wrong = structural_faults(graph.shape, plan) if check else set()
@@ -141,10 +140,9 @@ def decide(
         return Decision(Choice("whole", broken), None, uncovered=names)
     again = method == "graph" or (method == "auto" and _has_rerun_types(graph, plan))
     wants_boxes = again and once is None
-    learn = frozenset(unlearned) if linears is None else frozenset()
     now = tuple(name(leaf) for leaf in plan.leaves if leaf not in plan.deferred_leaves)
     later = tuple(name(leaf) for leaf in plan.leaves if leaf in plan.deferred_leaves)
-    if not later and not learn and not wants_boxes:
+    if not later and not wants_boxes:
         reason = once if method == "graph" and once else _why_nothing(graph, plan)
         asked = method != "auto" and plan.leaves
         return Decision(Choice("whole", reason), None, uncovered=now if asked else ())
@@ -157,10 +155,8 @@ def decide(
     return Decision(
         Choice(label, reason, later, now),
         plan,
-        unlearned=learn,
         wants_boxes=wants_boxes,
-        watches=bool(learn) or any(use.recomputed for use in plan.deferred),
-        runs_once=_has_compiled(graph),
+        runs_once=_has_compiled(graph) or any(map(saves_for_one_use, graph.nodes)),
     )
 
 
@@ -193,7 +189,7 @@ def _why_once(graph: Graph, *, hooked: bool) -> str | None:
         )
     if hooked:
         return (
-            "its forward registers hooks, which nodes that run again at W would call twice; "
+            "there may be hooks on its tensors, which nodes that run again at W would call twice; "
             'method="auto" can split it'
         )
     return None
@@ -201,7 +197,7 @@ def _why_once(graph: Graph, *, hooked: bool) -> str | None:
 
 def _missing_parameters(graph: Graph, names: Mapping[int, str]) -> tuple[str, ...]:
     """Parameters that the graph does not show."""
-    shown = {id(node.variable) for node in graph.nodes if hasattr(node, "variable")}
+    shown = {id(node.variable) for node in graph.nodes if is_accumulate(node)}
     shown -= {id(graph.nodes[index].variable) for index in graph.shape.inputs if index >= 0}
     missing = tuple(name for key, name in names.items() if key not in shown)
     # Sharded parameters are replaced for the forward: the graph shows others in their place.
@@ -215,41 +211,6 @@ def _custom_functions(graph: Graph) -> list[str]:
         for kind in set(graph.shape.types)
         if issubclass(kind, BackwardCFunction) and kind.__name__ != COMPILED
     )
-
-
-def _recomputed_uses(graph: Graph) -> dict[int, int]:
-    """Products of checkpointed linear layers (by node) → their weight, where it is used once.
-
-    ::
-
-        Addmm (operand 2) ─► T ─► weight          Mm (operand 1) ─► T ─► weight
-    """
-    found: dict[int, list[int]] = {}
-    for index, node in enumerate(graph.nodes):
-        operand = {"AddmmBackward0": 2, "MmBackward0": 1}.get(graph.shape.types[index].__name__)
-        if operand is None:
-            continue
-        passed = graph.shape.children[index][operand][0]
-        while passed >= 0 and graph.shape.types[passed].__name__ in (
-            "TBackward0",
-            "ToCopyBackward0",
-        ):
-            passed = graph.shape.children[passed][0][0]
-        if passed >= 0 and hasattr(graph.nodes[passed], "variable"):
-            found.setdefault(passed, []).append(id(node))
-    return {nodes[0]: leaf for leaf, nodes in found.items() if len(nodes) == 1}
-
-
-def learnable_layers(
-    graph: Graph, decision: Decision, owners: Mapping[int, nn.Linear]
-) -> dict[int, nn.Linear]:
-    """Weight → layer, for the checkpointed layers whose inputs are to be noted during I."""
-    plan = decision.plan
-    assert plan is not None
-    leaves = set(decision.unlearned)
-    leaves.update(use.leaf for use in plan.deferred if use.recomputed and use.leaf is not None)
-    keys = [id(graph.nodes[leaf].variable) for leaf in sorted(leaves)]
-    return {key: owners[key] for key in keys if key in owners}
 
 
 def _has_rerun_types(graph: Graph, plan: Plan) -> bool:
@@ -266,6 +227,8 @@ def _why_nothing(graph: Graph, plan: Plan) -> str:
     if not plan.leaves:
         return "no parameter needs a gradient"
     kinds = {kind.__name__ for kind in graph.shape.types}
+    if any(map(saves_for_one_use, graph.nodes)):
+        return "hooks on saved tensors may give each of them out only once"
     if _has_compiled(graph):
         return (
             "the weights are inside a compiled region, whose backward computes both halves at "

@@ -4,62 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.checkpoint import GraphExecGroup
 
-from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.boxes import Boxes
-from pipeloom.runtime.backward.checkpointing import is_recomputed, linear_owners, noted_inputs
+from pipeloom.runtime.backward.checkpointing import allow_second_use
 from pipeloom.runtime.backward.compiled.finish import take
 from pipeloom.runtime.backward.compiled.halves import Answer, halves_of
-from pipeloom.runtime.backward.decide import Decision, learnable_layers
+from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.method import Gradients
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Deferred, Halved, Plan
+from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.self_check import muted_hooks
-from pipeloom.runtime.backward.walk import Edge, Graph
+from pipeloom.runtime.backward.walk import Edge, Graph, is_accumulate
 
-__all__ = ["reference_gradients", "run_input"]
-
-Notes = Mapping[int, Sequence[Tensor]]  # parameter → what its layer was called with during I
+__all__ = ["reference_gradients", "run_input", "weights_have_hooks"]
 
 
 def run_input(
     graph: Graph,
-    decision: Decision,
+    plan: Plan,
     *,
-    module: nn.Module,
     inputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     boxes: Boxes | None,
     hooked: bool,
-    error: Callable[[str, Sequence[Any]], BackwardError],
-) -> tuple[Gradients, Pending, frozenset[int]]:
-    """The gradients of the inputs, what is kept for W, and the checkpointed parameters (of those
-    that the decision wants to learn of) whose layers were seen.
+    hooks: HookCount,
+) -> tuple[Gradients, Pending]:
+    """The gradients of the inputs, and what is kept for W. ``hooked``: others may have registered
+    hooks since F began; ``hooks`` is told of those that are registered here.
     """
-    plan = decision.plan
-    assert plan is not None
     nodes = graph.nodes
     by_engine = [hooked and _may_pass_hooks(nodes[use.node], use) for use in plan.deferred]
-    noted = [
-        use.recomputed and is_recomputed(nodes[use.node], use.recipe.saved) for use in plan.deferred
-    ]
-    taken = [
-        () if later else use.recipe.take(nodes[use.node])
-        for use, later in zip(plan.deferred, noted, strict=True)
-    ]
-    notes: Notes = {}
+    operands = _Operands(graph, plan)
     with ExitStack() as during:
-        if decision.watches:
-            layers = learnable_layers(graph, decision, linear_owners(module))
-            notes = during.enter_context(noted_inputs(layers))
+        with hooks.leaving_out():
+            during.enter_context(operands.taken_as_nodes_run())
+            arrived = during.enter_context(_noted_arrivals(graph, plan.captures if hooked else ()))
         answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
-        arrived: Mapping[int, Tensor | None] = {}
-        if hooked:
-            arrived = during.enter_context(_noted_arrivals(graph, plan.captures))
         ends = [(leaf, 0) for leaf in plan.leaves]
         gradients, captured = _run_engine(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
@@ -67,16 +54,25 @@ def run_input(
     captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
     owners = graph.roots if plan.needs_roots else ()
     pending = Pending(plan, {index: nodes[index] for index in plan.passed_later}, owners)
-    for position, use in enumerate(plan.deferred):
-        assert use.capture is not None
-        grad, operands = captured[use.capture], taken[position]
-        if grad is None:
-            continue
-        if noted[position]:
-            operands = _noted_operand(graph, use, notes, grad, error)
-        pending.products.append(Product(use, grad, operands, by_engine[position]))
+    arrivals = {
+        position: grad
+        for position, use in enumerate(plan.deferred)
+        if use.capture is not None and (grad := captured[use.capture]) is not None
+    }
+    operands.take_the_rest(list(arrivals))
+    pending.products = [
+        Product(plan.deferred[position], grad, operands[position], by_engine[position])
+        for position, grad in arrivals.items()
+    ]
+    pending.missing = [
+        *(use.target for place, use in enumerate(plan.deferred) if place not in arrivals),
+        *(kept.target for kept in plan.in_input if captured[kept.capture] is None),
+    ]
     for half, answer in zip(plan.halved, answers, strict=True):
-        pending.products += _left_products(half, answer, hooked=hooked)
+        if answer.values is None:
+            pending.missing += [use.target for _, uses in half.uses for use in uses]
+        else:
+            pending.products += _left_products(half, answer.values, hooked=hooked)
     pending.gradients = [
         Gradient(kept.target, grad)
         for kept in plan.in_input
@@ -91,10 +87,47 @@ def run_input(
     if boxes is not None:
         needed = {*plan.passed_later, *(again.node for again in plan.reruns)}
         pending.boxed = boxes.keep_only(nodes[index] for index in needed)
-    seen = frozenset(
-        leaf for leaf in decision.unlearned if len(notes.get(id(nodes[leaf].variable), ())) == 1
-    )
-    return gradients, pending, seen
+    return gradients, pending
+
+
+class _Operands:
+    """What products need of what the forward saved, taken before I frees it."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self._nodes, self._plan = graph.nodes, plan
+        self._taken: dict[int, Operands] = {
+            position: use.recipe.take(graph.nodes[use.node])
+            for position, use in enumerate(plan.deferred)
+            if not use.packed
+        }
+
+    def __getitem__(self, position: int) -> Operands:
+        return self._taken[position]
+
+    @contextmanager
+    def taken_as_nodes_run(self) -> Iterator[None]:
+        """While the engine runs, take what is packed."""
+        with ExitStack() as registered:
+            for position, places in enumerate(self._plan.taken_by):
+                for place in places:
+                    handle = self._nodes[place].register_prehook(partial(self._take, position))
+                    registered.callback(handle.remove)
+            yield
+
+    def take_the_rest(self, positions: Sequence[int]) -> None:
+        """Take what the engine did not come to, although its product has a gradient."""
+        missing = [position for position in positions if position not in self._taken]
+        if missing:
+            with GraphExecGroup():  # one recomputation for all
+                for position in missing:
+                    self._take(position)
+
+    def _take(self, position: int, grads: object = None) -> None:
+        if position not in self._taken:
+            use = self._plan.deferred[position]
+            node = self._nodes[use.node]
+            allow_second_use(node)
+            self._taken[position] = use.recipe.take(node)
 
 
 def _asked(node: Any, half: Halved) -> AbstractContextManager[Answer]:
@@ -105,13 +138,12 @@ def _asked(node: Any, half: Halved) -> AbstractContextManager[Answer]:
 
 
 @torch.no_grad()
-def _left_products(half: Halved, answer: Answer, *, hooked: bool) -> list[Product]:
-    """What a compiled node left undone; nothing if no gradient reached it."""
+def _left_products(half: Halved, values: Sequence[Any], *, hooked: bool) -> list[Product]:
+    """What a compiled node left undone."""
     products: list[Product] = []
-    if answer.values is not None:
-        for finish, uses in half.uses:
-            grad, operands = take(finish, answer.values)
-            products += [Product(use, grad, operands, hooked and use.chained) for use in uses]
+    for finish, uses in half.uses:
+        grad, operands = take(finish, values)
+        products += [Product(use, grad, operands, hooked and use.chained) for use in uses]
     return products
 
 
@@ -175,39 +207,35 @@ def _noted_arrivals(graph: Graph, edges: Sequence[Edge]) -> Iterator[Mapping[int
         yield noted
 
 
+def weights_have_hooks(graph: Graph, plan: Plan, *, since: int) -> bool:
+    """Whether there may be hooks on a tensor between a product and its parameter, although none
+    were registered since F began: such a tensor may be older than F, and its hooks with it.
+
+    ``since`` is the number that the first node of F could have.
+    """
+    used = [_seen_weight(graph.nodes[use.node], use) for use in plan.deferred if use.chained]
+    if any(weight is not None and weight._backward_hooks for weight in used):
+        return True
+    between = plan.weight_only - plan.leaf_set if plan.reruns else ()  # boxes hide the tensors
+    return any(graph.nodes[index]._sequence_nr() < since for index in between)
+
+
+def _seen_weight(node: Any, use: Deferred) -> Tensor | None:
+    """The weight as a product used it, which it has saved if its other operand needs a gradient."""
+    own = use.recipe.own
+    return getattr(node, own) if own is not None and not use.packed else None
+
+
 def _may_pass_hooks(node: Any, use: Deferred) -> bool:
     """Whether hooks may sit between a product and its parameter.
 
     A node does not tell its hooks, but the tensor that they belong to does: here the transposed
-    weight, which the product has saved if its other operand needs a gradient.
+    weight.
     """
     if not use.chained:
         return False
-    own = use.recipe.own
-    saved = getattr(node, own) if own is not None and not use.recomputed else None
+    saved = _seen_weight(node, use)
     if saved is None or saved.grad_fn is None or saved._backward_hooks:
         return True
     [(below, _)] = saved.grad_fn.next_functions
-    return not hasattr(below, "variable")
-
-
-def _noted_operand(
-    graph: Graph,
-    use: Deferred,
-    notes: Notes,
-    grad: Tensor,
-    error: Callable[[str, Sequence[Any]], BackwardError],
-) -> tuple[Tensor, int]:
-    """The operand that a checkpoint's recomputation passed by."""
-    assert use.leaf is not None  # only plain chains are looked for inside checkpoints
-    node = graph.nodes[use.leaf]
-    seen = notes.get(id(node.variable), ())
-    if len(seen) != 1 or seen[0].numel() != grad.shape[0] * seen[0].shape[-1]:
-        raise error(
-            "a checkpointed linear layer was recomputed in another way than before, so its "
-            'input was not seen; use method="whole" for a stage whose checkpointed code '
-            "changes from step to step",
-            [node],
-        )
-    rows = seen[0].reshape(-1, seen[0].shape[-1])
-    return rows.to(grad.dtype), 1
+    return not is_accumulate(below)

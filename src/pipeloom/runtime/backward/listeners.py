@@ -12,19 +12,20 @@ let go::
          ──► node held by nobody:    gone; the forward makes a new one, without a mark
 
 Whatever is not known to be silent is passed: a parameter that was not marked, or any parameter if
-somebody registered a hook, anywhere, since the marks were made.
+somebody registered a hook, anywhere, since the marks were made. A reducer that is made while graphs
+of the stage are alive leaves no such trace; it is heard of from when none is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.method import SavedMicrobatch
 
 __all__ = ["Listeners", "pass_parameters"]
@@ -47,34 +48,45 @@ class _Pass(torch.autograd.Function):
 
 def pass_parameters(parameters: Sequence[Tensor]) -> None:
     """Run the parameters' accumulation once, with nothing to add."""
-    if parameters:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if trained:
         with torch.enable_grad():
-            passed = _Pass.apply(*parameters)
+            passed = _Pass.apply(*trained)
         torch.autograd.backward(passed, torch.empty(()))
 
 
 class Listeners:
     """What is known of those who listen at the parameters of one stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: HookCount) -> None:
+        self._hooks = hooks
         self._in_flight: WeakSet[SavedMicrobatch] = WeakSet()
-        self._parameters: Sequence[Tensor] = ()  # those that the last W added to in place
-        self._marked: dict[int, Tensor] = {}
-        self._num_handles = -1
+        # Those that the last W added to in place; parameters made for one forward may go.
+        self._parameters: list[ref[Tensor]] = []
+        self._marked: dict[int, ref[Tensor]] = {}
+        self._num_hooks = -1
 
     def before_forward(self) -> None:
         """Mark the nodes that are there, if no graph of the stage holds them."""
         if self._in_flight or not self._parameters:
             return
+        alive = (reference() for reference in self._parameters)
+        trained = [p for p in alive if p is not None and p.requires_grad]
+        if not trained:
+            return
         with torch.enable_grad():
-            passed = _Pass.apply(*self._parameters)
+            passed = _Pass.apply(*trained)
         for node, _ in passed.grad_fn.next_functions:
             node.metadata[MARK] = True
-        self._marked = {id(parameter): parameter for parameter in self._parameters}
-        self._num_handles = RemovableHandle.next_id
+        self._marked = {id(parameter): ref(parameter) for parameter in trained}
+        self._num_hooks = self._hooks.current()
 
     def begin(self, saved: SavedMicrobatch) -> None:
         """A graph of the stage is alive."""
+        abandoned = [one for one in self._in_flight if one.microbatch == saved.microbatch]
+        if abandoned:  # by a step that failed; who came to listen since is not known
+            self._in_flight.difference_update(abandoned)
+            self._num_hooks = -1
         self._in_flight.add(saved)
 
     def end(self, saved: SavedMicrobatch) -> None:
@@ -83,15 +95,16 @@ class Listeners:
 
     def tell(self, parameters: Mapping[int, tuple[Tensor, Any]]) -> None:
         """Pass those of the parameters, given with their nodes, that somebody may listen at."""
-        self._parameters = tuple(parameter for parameter, _ in parameters.values())
-        if self._num_handles != RemovableHandle.next_id:
-            pass_parameters(self._parameters)
-            return
-        marked = self._marked
+        self._parameters = [ref(parameter) for parameter, _ in parameters.values()]
+        nothing_known = self._num_hooks != self._hooks.current()
         pass_parameters(
             [
                 parameter
                 for key, (parameter, node) in parameters.items()
-                if key not in marked or MARK in node.metadata
+                if nothing_known or not self._is_silent(key, parameter, node)
             ]
         )
+
+    def _is_silent(self, key: int, parameter: Tensor, node: Any) -> bool:
+        marked = self._marked.get(key)
+        return marked is not None and marked() is parameter and MARK not in node.metadata

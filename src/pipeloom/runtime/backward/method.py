@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeloom.errors import BackwardError
+
 __all__ = [
     "BackwardMethod",
     "Choice",
@@ -18,6 +20,7 @@ __all__ = [
     "SavedMicrobatch",
     "SplitBackwardWarning",
     "hold_roots",
+    "require_leaves",
 ]
 
 Gradients = list[Tensor | None]
@@ -25,6 +28,16 @@ Gradients = list[Tensor | None]
 #: Where a backward starts: an output, or only its place in the graph, so that the output's own
 #: memory can go once the next stage has it.
 Root = Tensor | GradientEdge
+
+
+def require_leaves(inputs: Sequence[Tensor], place: str) -> None:
+    """A gradient is found at a leaf; for another tensor it would go on to what that is made of."""
+    made = [at for at, one in enumerate(inputs) if one.requires_grad and not one.is_leaf]
+    if made:
+        raise BackwardError(
+            f"{place}: inputs {', '.join(map(str, made))} are results of other operations, so "
+            "their gradients would go on to those; pass x.detach().requires_grad_()"
+        )
 
 
 def hold_roots(outputs: Sequence[Tensor]) -> list[Root]:
@@ -67,7 +80,8 @@ class SavedMicrobatch:
     outputs: list[Root]
     pending: Any = None
     done: str = "F"
-    hooked: bool = False  # hooks were registered during F
+    num_hooks: int = 0  # that were registered before F
+    first_node: int = 0  # the number that the first node of F could have
 
     def release_graph(self) -> None:
         """Forget inputs and outputs, and with them the autograd graph."""

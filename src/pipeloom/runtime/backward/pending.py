@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipeloom.runtime.backward.boxes import Box
 from pipeloom.runtime.backward.method import Root
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
@@ -63,7 +64,8 @@ class Pending:
     products: list[Product] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)
-    boxed: list[Tensor] = field(default_factory=list)
+    boxed: list[Box] = field(default_factory=list)
+    missing: list[Edge] = field(default_factory=list)  # that nothing came to
     # Parameters that were added to in place, each with its node.
     arrived: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
@@ -73,33 +75,49 @@ class Pending:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held."""
-        held = [*self._guarded(), *self.boxed]
-        for _, _, grads in self.reruns:
-            held += grads
-        return held
+        return self._used() + [box.tensor for box in self.boxed if box.tensor is not None]
 
     def seal(self) -> None:
         """Remember the contents of what W will use; nothing is added or removed from here on."""
-        self.versions = [tensor._version for tensor in self._guarded()]
+        self.versions = _versions(self._used())
 
-    def changed(self) -> Sequence[Edge]:
+    def changed(self) -> list[Edge]:
         """Where that enters the graph which was overwritten since."""
-        if [tensor._version for tensor in self._guarded()] == self.versions:
-            return ()
-        remembered = iter(self.versions)
-        kept: tuple[Product | Gradient, ...] = (*self.products, *self.gradients)
-        return [
-            one.use.target if isinstance(one, Product) else one.target
-            for one in kept
-            if [t._version for t in one.tensors()] != [next(remembered) for _ in one.tensors()]
-        ]
+        found: list[Edge] = []
+        if _versions(self._used()) != self.versions:
+            remembered = iter(self.versions)
+            for edges, tensors in self._used_at():
+                if _versions(tensors) != [next(remembered) for _ in tensors]:
+                    found += edges
+        if any(box.is_overwritten() for box in self.boxed):
+            found += [edge for _, asked, _ in self.reruns for edge in asked]
+        return found
 
-    def _guarded(self) -> list[Tensor]:
-        guarded = [
+    def _used(self) -> list[Tensor]:
+        used = [
             tensor
             for product in self.products
             for tensor in (product.grad, *product.operands)
             if isinstance(tensor, Tensor)
         ]
-        guarded += [kept.grad for kept in self.gradients]
-        return guarded
+        used += [kept.grad for kept in self.gradients]
+        for _, _, grads in self.reruns:
+            used += grads
+        return used
+
+    def _used_at(self) -> Iterator[tuple[Sequence[Edge], list[Tensor]]]:
+        """The same, by where it enters the graph."""
+        for product in self.products:
+            yield [product.use.target], product.tensors()
+        for kept in self.gradients:
+            yield [kept.target], kept.tensors()
+        for _, asked, grads in self.reruns:
+            yield asked, grads
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; nobody counts that of tensors made for inference."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.method import SavedMicrobatch
 
-__all__ = ["enter_phase"]
+__all__ = ["enter_phase", "failed_unless_done", "where"]
 
 # phase → what must be done before: F ─► B, or F ─► I ─► W
 BEFORE = {"B": "F", "I": "F", "W": "I"}
@@ -27,6 +30,22 @@ def enter_phase(saved: SavedMicrobatch, phase: str, stage: int | None) -> None:
             microbatch=saved.microbatch,
         )
     saved.done = phase
+
+
+@contextmanager
+def failed_unless_done(saved: SavedMicrobatch, stage: int | None) -> Iterator[None]:
+    """Nothing goes on from a phase that raised."""
+    try:
+        yield
+    except BaseException as error:
+        saved.done = f"a failed {saved.done}"
+        if isinstance(error, RuntimeError) and str(error).startswith("Mismatch in shape"):
+            raise BackwardError(
+                f"{where(stage, saved.microbatch)}: a gradient does not fit its output: {error}",
+                stage=stage,
+                microbatch=saved.microbatch,
+            ) from error
+        raise
 
 
 def where(stage: int | None, microbatch: int) -> str:

@@ -23,7 +23,7 @@ it can, it leaves its own weight products undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Deferred:
     transposed: bool
     chained: bool  # the chain is more than the parameter itself
     cast: bool  # its type or device changes on the way
-    recomputed: bool  # the activation comes out of a checkpoint's recomputation
+    packed: bool  # the activation is not there before its node runs
     work: int | None = None  # about how many multiplications, where the tensors do not tell
 
     @property
@@ -95,6 +95,7 @@ class Plan:
 
     captures: tuple[Edge, ...]
     deferred: tuple[Deferred, ...]
+    taken_by: tuple[tuple[int, ...], ...]  # for each, the nodes whose run unpacks its activation
     reruns: tuple[Rerun, ...]
     halved: tuple[Halved, ...]
     in_input: tuple[InInput, ...]
@@ -115,7 +116,7 @@ def make_plan(
     use_recipes: bool,
     hooked: bool,
     rerun: Callable[[Any, str], bool],
-    recomputed: Callable[[Any, Recipe], bool | None],
+    packed: Callable[[Any, Recipe], bool | None],
     halve: Halve,
 ) -> Plan:
     """Decide, for one graph, what is deferred.
@@ -124,14 +125,14 @@ def make_plan(
     stops at such a tensor in I and enters there at W would pass its hooks twice; so what comes out
     of I then goes down to the parameters at once.
     ``rerun(node, type name)`` says whether a node without recipe may be run again at W.
-    ``recomputed(node, recipe)`` says whether the activation is only there while a checkpoint
-    recomputes (``None``: it is, and cannot be taken from there).
+    ``packed(node, recipe)`` says whether the activation is not there before its node runs
+    (``None``: nor can it be taken then).
     ``halve(node, operands)`` cuts a compiled node, so that it leaves what it can of the operands.
     """
     regions = Regions(graph)
     entries = regions.entries()
     group = regions.groups(entries)
-    ways = find_ways(regions, entries, use_recipes=use_recipes, rerun=rerun, recomputed=recomputed)
+    ways = find_ways(regions, entries, use_recipes=use_recipes, rerun=rerun, packed=packed)
     kept: dict[Edge, list[Entry]] = {}
     while True:
         ways.find_cuts(halve)
@@ -203,6 +204,7 @@ class _Assembly:
         return Plan(
             captures=tuple(self.captures),
             deferred=deferred,
+            taken_by=self._taken_by(deferred),
             reruns=reruns,
             halved=halved,
             in_input=in_input,
@@ -227,7 +229,7 @@ class _Assembly:
         use: Entry,
         edge: Edge,
         recipe: Recipe,
-        recomputed: bool,
+        packed: bool,
         *,
         capture: int | None,
         work: int | None = None,
@@ -243,7 +245,7 @@ class _Assembly:
             transposed=bool(plain and plain.transposed),
             chained=bool(plain and plain.chained),
             cast=bool(plain and plain.cast),
-            recomputed=recomputed,
+            packed=packed,
             work=work,
         )
 
@@ -264,6 +266,24 @@ class _Assembly:
                 tuple(edges),
             )
             for node, edges in targets.items()
+        )
+
+    def _taken_by(self, deferred: Sequence[Deferred]) -> tuple[tuple[int, ...], ...]:
+        """Where packed activations are taken: as the engine comes to their node, or, if it only
+        brings a gradient there, as it comes to those before.
+        """
+        if not any(use.packed for use in deferred):
+            return ((),) * len(deferred)
+        children, inputs = self.regions.shape.children, self.regions.inputs
+        below, _ = self.regions.reaches({node for node, _ in self.captures} | inputs)
+        runs = [any(child >= 0 and below[child] for child, _ in edges) for edges in children]
+        return tuple(
+            ()
+            if not use.packed
+            else (use.node,)
+            if runs[use.node]
+            else tuple(dict.fromkeys(self.regions.parents[use.node]))
+            for use in deferred
         )
 
     def _halve(self, node: int, cut: Cut) -> Halved:

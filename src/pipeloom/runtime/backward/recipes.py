@@ -160,7 +160,7 @@ def _convolution_weight() -> Recipe:
     def take(node: Any) -> Operands:
         return (
             node._saved_input,
-            node._saved_weight,
+            node._saved_weight.shape,  # the weight itself may change, or go, before W
             node._saved_stride,
             node._saved_padding,
             node._saved_dilation,
@@ -170,9 +170,10 @@ def _convolution_weight() -> Recipe:
         )
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
-        source, weight, *options = taken
+        source, shape, *options = taken
+        stand_in = grad.new_empty(1).expand(shape)
         _, gradient, _ = torch.ops.aten.convolution_backward(
-            grad, source, weight, None, *options, [False, True, False]
+            grad, source, stand_in, None, *options, [False, True, False]
         )
         return _turned(gradient, transposed)
 

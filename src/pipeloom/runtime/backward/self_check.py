@@ -171,6 +171,8 @@ def differing(reference: Tensor | None, found: Tensor | None) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.jagged:
+        return tensor.values()
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 

@@ -11,14 +11,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward.accumulate import (
@@ -35,7 +35,12 @@ from pipeloom.runtime.backward.budget import (
     units_computed_early,
 )
 from pipeloom.runtime.backward.decide import Decision, decide
-from pipeloom.runtime.backward.input_half import reference_gradients, run_input
+from pipeloom.runtime.backward.hook_count import HookCount
+from pipeloom.runtime.backward.input_half import (
+    reference_gradients,
+    run_input,
+    weights_have_hooks,
+)
 from pipeloom.runtime.backward.listeners import Listeners
 from pipeloom.runtime.backward.method import (
     Choice,
@@ -43,9 +48,10 @@ from pipeloom.runtime.backward.method import (
     SavedMicrobatch,
     SplitBackwardWarning,
     hold_roots,
+    require_leaves,
 )
 from pipeloom.runtime.backward.pending import Gradient, Pending
-from pipeloom.runtime.backward.phases import enter_phase, where
+from pipeloom.runtime.backward.phases import enter_phase, failed_unless_done, where
 from pipeloom.runtime.backward.plan import Plan
 from pipeloom.runtime.backward.self_check import differing, muted_hooks
 from pipeloom.runtime.backward.walk import Graph, GraphShape, accumulation_below, read_graph
@@ -72,6 +78,7 @@ class SplitBackward:
         strict: bool,
         hold_at_most: float | None,
         stage: int | None,
+        hooks: HookCount,
     ) -> None:
         self.module = module
         self.hold_at_most = hold_at_most
@@ -81,33 +88,52 @@ class SplitBackward:
         self.stage = stage
         self.choice: Choice | None = None
         self._decisions: dict[Key, Decision] = {}
-        self._linears: dict[GraphShape, frozenset[int]] = {}
         self._checked: set[Decision] = set()
         self._unused: set[str] = set()
         self._early: dict[Decision, frozenset[Unit]] = {}
         self._boxes: Boxes | None = None
         self._wants_boxes = method == "graph"
-        self._num_handles = RemovableHandle.next_id
-        self._listeners = Listeners()
+        self._hooks = hooks
+        self._num_hooks, self._first_node = hooks.current(), 0
+        self._without_hooks: dict[Decision, int] = {}  # how many hooks there were when it was seen
+        self._listeners = Listeners(hooks)
 
     # ── F ────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self) -> AbstractContextManager[object]:
         self._listeners.before_forward()
-        self._num_handles = RemovableHandle.next_id  # grows with every hook, whoever registers it
+        self._num_hooks = self._hooks.current()
+        self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._boxes = Boxes() if self._wants_boxes else None
-        return self._boxes or nullcontext()
+        return nullcontext() if self._boxes is None else self._in_boxes(self._boxes)
+
+    @contextmanager
+    def _in_boxes(self, boxes: Boxes) -> Iterator[None]:
+        try:
+            with boxes:
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error) or self.method == "graph":
+                raise
+            raise BackwardMethodError(
+                f"{'the stage' if self.stage is None else f'stage {self.stage}'} runs code that "
+                "allows no hooks on saved tensors (transforms of torch.func), and a product that "
+                'can only be split with such hooks; use method="deferred", which leaves that '
+                f"product whole: {error}"
+            ) from error
 
     def save(
         self, *, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> SavedMicrobatch:
         boxes, self._boxes = self._boxes, None
+        require_leaves(inputs, where(self.stage, microbatch))
         saved = SavedMicrobatch(
             microbatch,
             list(inputs),
             hold_roots(outputs),
             pending=boxes,
-            hooked=RemovableHandle.next_id != self._num_handles,
+            num_hooks=self._num_hooks,
+            first_node=self._first_node,
         )
         self._listeners.begin(saved)
         if self.choice is None:
@@ -123,13 +149,15 @@ class SplitBackward:
         enter_phase(saved, "B", self.stage)
         self._listeners.end(saved)
         saved.pending = None
-        return run_full(saved, output_grads, stage=self.stage)
+        with failed_unless_done(saved, self.stage):
+            return run_full(saved, output_grads, stage=self.stage)
 
     def input(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "I", self.stage)
-        gradients = self._run_input(saved, output_grads)
+        with failed_unless_done(saved, self.stage):
+            gradients = self._run_input(saved, output_grads)
         if saved.pending is not None:
             saved.pending.seal()
         return gradients
@@ -145,24 +173,35 @@ class SplitBackward:
             saved.release_graph()
             return gradients
         graph = read_graph(saved.inputs, [saved.outputs[index] for index in positions])
-        decision = self._decide(graph, saved, boxed=boxes is not None)
+        decision, hooked = self._decide(graph, saved, boxed=boxes is not None)
         if decision.suspects:
             return self._run_suspicious(decision, saved, output_grads)
         if decision.plan is None:
             return run_full(saved, output_grads, stage=self.stage)
         inputs = saved.inputs
         saved.release_graph()
+        run = partial(
+            run_input,
+            graph,
+            decision.plan,
+            inputs=inputs,
+            grads=grads,
+            boxes=boxes,
+            hooked=hooked,
+            hooks=self._hooks,
+        )
         trusted = decision.runs_once or decision in self._checked
         if self.self_check != "numeric" or trusted:
             limit = self._limit(graph, decision)
-            gradients, pending = self._run(graph, decision, saved, inputs, grads, boxes)
+            gradients, pending = run()
             add_early(pending, self._choose_early(decision, pending, limit))
             saved.pending = pending
             return gradients
         self._checked.add(decision)
-        reference = reference_gradients(graph, decision.plan, inputs, grads)
+        with _buffers_as_before(self.module):
+            reference = reference_gradients(graph, decision.plan, inputs, grads)
         try:
-            gradients, pending = self._run(graph, decision, saved, inputs, grads, boxes)
+            gradients, pending = run()
         except BackwardError:
             raise
         except RuntimeError as error:
@@ -180,30 +219,6 @@ class SplitBackward:
             graph, decision, reference, gradients, pending, saved.microbatch
         )
         return gradients if saved.pending is pending else list(reference[0])
-
-    def _run(
-        self,
-        graph: Graph,
-        decision: Decision,
-        saved: SavedMicrobatch,
-        inputs: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        boxes: Boxes | None,
-    ) -> tuple[Gradients, Pending]:
-        gradients, pending, seen = run_input(
-            graph,
-            decision,
-            module=self.module,
-            inputs=inputs,
-            grads=grads,
-            boxes=boxes,
-            hooked=saved.hooked,
-            error=partial(self._error, saved.microbatch),
-        )
-        if decision.unlearned:
-            self._linears[graph.shape] = seen
-            del self._decisions[graph.shape, boxes is not None, saved.hooked]
-        return gradients, pending
 
     def _run_suspicious(
         self,
@@ -281,8 +296,25 @@ class SplitBackward:
 
     # ── deciding ─────────────────────────────────────────────────────────────────────────────────
 
-    def _decide(self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool) -> Decision:
-        key = (graph.shape, boxed, saved.hooked)
+    def _decide(
+        self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool
+    ) -> tuple[Decision, bool]:
+        """What to do, and whether there may be hooks in the graph."""
+        now = self._hooks.current()
+        if now != saved.num_hooks:
+            return self._decide_for(graph, saved, boxed=boxed, hooked=True), True
+        decision = self._decide_for(graph, saved, boxed=boxed, hooked=False)
+        if decision.plan is None or self._without_hooks.get(decision) == now:
+            return decision, False
+        if weights_have_hooks(graph, decision.plan, since=saved.first_node):
+            return self._decide_for(graph, saved, boxed=boxed, hooked=True), True
+        self._without_hooks[decision] = now
+        return decision, False
+
+    def _decide_for(
+        self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool, hooked: bool
+    ) -> Decision:
+        key = (graph.shape, boxed, hooked)
         decision = self._decisions.get(key)
         if decision is not None and decision.fits(graph):
             return decision
@@ -291,8 +323,7 @@ class SplitBackward:
             module=self.module,
             method=self.method,
             boxed=boxed,
-            hooked=saved.hooked,
-            linears=self._linears.get(graph.shape),
+            hooked=hooked,
             unused=frozenset(self._unused),
             check=self.self_check != "off",
         )
@@ -304,9 +335,8 @@ class SplitBackward:
             self.choice = decision.choice
         self._wants_boxes = self._wants_boxes or decision.wants_boxes
         if len(self._decisions) >= MOST_PLANS:
-            self._decisions.clear()
-            self._early.clear()
-            self._checked.clear()
+            for remembered in (self._decisions, self._early, self._checked, self._without_hooks):
+                remembered.clear()
         self._decisions[key] = decision
         return decision
 
@@ -365,6 +395,17 @@ class SplitBackward:
             microbatch=microbatch,
             parameters=names,
         )
+
+
+@contextmanager
+def _buffers_as_before(module: nn.Module) -> Iterator[None]:
+    """What a checkpoint's recomputation does to buffers is undone."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in kept:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
 
 
 def _whole_pending(graph: Graph, plan: Plan, found: Mapping[int, Tensor | None]) -> Pending:

@@ -69,7 +69,7 @@ def accumulation_below(node: Node) -> list[Node]:
 
 def is_accumulate(node: Node) -> bool:
     """Whether a node is where a leaf's gradient ends."""
-    return hasattr(node, "variable")
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:

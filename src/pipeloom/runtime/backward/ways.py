@@ -38,7 +38,7 @@ class Ways:
         reruns: set[Entry],
     ) -> None:
         self.regions, self.entries = regions, entries
-        self.recipes = recipes  # and whether the activation is recomputed by a checkpoint
+        self.recipes = recipes  # and whether the activation is packed
         self.reruns = reruns
         self.cuts: dict[int, Cut] = {}
         self.asked: dict[int, Edge] = {}  # an edge that makes the engine run a node
@@ -95,19 +95,19 @@ def find_ways(
     *,
     use_recipes: bool,
     rerun: Callable[[Any, str], bool],
-    recomputed: Callable[[Any, Recipe], bool | None],
+    packed: Callable[[Any, Recipe], bool | None],
 ) -> Ways:
     """Recipes and reruns; cuts come later, since they depend on what all edges get."""
-    recipes = _find_recipes(regions, entries, recomputed) if use_recipes else {}
+    recipes = _find_recipes(regions, entries, packed) if use_recipes else {}
     return Ways(regions, entries, recipes, _find_reruns(regions, entries, recipes, rerun))
 
 
 def _find_recipes(
     regions: Regions,
     entries: Entries,
-    recomputed: Callable[[Any, Recipe], bool | None],
+    packed: Callable[[Any, Recipe], bool | None],
 ) -> dict[Entry, tuple[Recipe, bool]]:
-    """Entry → its recipe, and whether its activation is recomputed by a checkpoint."""
+    """Entry → its recipe, and whether its activation is packed."""
     found: dict[Entry, tuple[Recipe, bool]] = {}
     riders: list[tuple[int, int, Recipe]] = []
     for edge, uses in entries.items():
@@ -119,9 +119,9 @@ def _find_recipes(
                 if edge[0] in regions.leaf_set:
                     riders.append((node, operand, recipe))
                 continue
-            from_checkpoint = recomputed(regions.nodes[node], recipe)
-            if from_checkpoint is not None:
-                found[node, operand] = recipe, from_checkpoint
+            is_packed = packed(regions.nodes[node], recipe)
+            if is_packed is not None:
+                found[node, operand] = recipe, is_packed
     products = {node for node, _ in found}
     found.update(
         {(node, operand): (recipe, False) for node, operand, recipe in riders if node in products}

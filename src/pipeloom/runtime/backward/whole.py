@@ -16,8 +16,9 @@ from pipeloom.runtime.backward.method import (
     Root,
     SavedMicrobatch,
     hold_roots,
+    require_leaves,
 )
-from pipeloom.runtime.backward.phases import enter_phase, where
+from pipeloom.runtime.backward.phases import enter_phase, failed_unless_done, where
 
 __all__ = ["UserWeightBackward", "WholeBackward", "output_roots", "run_full"]
 
@@ -46,6 +47,11 @@ def output_roots(
             if isinstance(output, Tensor) and output.requires_grad
         ]
         return [index for index, _ in losses], [torch.ones_like(loss) for _, loss in losses]
+    if len(output_grads) != len(outputs):
+        raise BackwardError(
+            f"{place}: {len(output_grads)} gradients were given for {len(outputs)} outputs; give "
+            "one for each, None for zero"
+        )
     positions: list[int] = []
     grads: list[Tensor] = []
     for index, (output, grad) in enumerate(zip(outputs, output_grads, strict=True)):
@@ -92,19 +98,22 @@ class WholeBackward:
     def save(
         self, *, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> SavedMicrobatch:
+        require_leaves(inputs, where(self.stage, microbatch))
         return SavedMicrobatch(microbatch, list(inputs), hold_roots(outputs))
 
     def full(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "B", self.stage)
-        return run_full(saved, output_grads, stage=self.stage)
+        with failed_unless_done(saved, self.stage):
+            return run_full(saved, output_grads, stage=self.stage)
 
     def input(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         enter_phase(saved, "I", self.stage)
-        return run_full(saved, output_grads, stage=self.stage)
+        with failed_unless_done(saved, self.stage):
+            return run_full(saved, output_grads, stage=self.stage)
 
     def weight(self, saved: SavedMicrobatch) -> None:
         enter_phase(saved, "W", self.stage)
