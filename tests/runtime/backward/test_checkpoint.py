@@ -209,7 +209,7 @@ def test_activations_that_hooks_keep_elsewhere(
     truth = accumulate(module, batches)
     backward = choose_method(module, method=method)
     unpacked: list[Tensor] = []
-    run_engine = input_half._run_engine
+    run_engine = input_half.run_engine
 
     def check(*args: object, **options: object) -> object:
         assert not unpacked
@@ -219,7 +219,7 @@ def test_activations_that_hooks_keep_elsewhere(
         unpacked.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(input_half, "_run_engine", check)
+    monkeypatch.setattr(input_half, "run_engine", check)
     for index, inputs in enumerate(batches):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         with backward.forward(), saved_tensors_hooks(Tensor.clone, unpack):

@@ -18,7 +18,7 @@ from tests.runtime.backward.harness import (
     run_split,
 )
 from tests.runtime.backward.memory import bytes_of, watched_saves, weight_storages
-from tests.runtime.backward.zoo import ZOO, build, feed
+from tests.runtime.backward.zoo import ZOO, batches_of, build
 
 torch.set_num_threads(1)
 
@@ -73,11 +73,6 @@ UNSPLIT = {
 }
 
 
-def microbatches(name: str, num: int = 4) -> list[list[torch.Tensor]]:
-    torch.manual_seed(3)
-    return [feed(name) for _ in range(num)]
-
-
 @contextlib.contextmanager
 def unsplit_warning(name: str, method: str):
     """Expect the warning exactly where it belongs."""
@@ -94,7 +89,7 @@ def unsplit_warning(name: str, method: str):
 def test_split_gives_the_gradients_of_a_plain_backward(
     name: str, method: str, self_check: str
 ) -> None:
-    module, batches = build(name), microbatches(name)
+    module, batches = build(name), batches_of(name)
     truth = accumulate(module, batches)
     with unsplit_warning(name, method):
         backward = choose_method(module, method=method, self_check=self_check, stage=1)
@@ -112,7 +107,7 @@ def assert_same_state(module: nn.Module, truth: nn.Module) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ZOO)
 def test_full_backward_is_the_plain_backward_bit_for_bit(name: str, method: str) -> None:
-    module, batches = build(name), microbatches(name, 2)
+    module, batches = build(name), batches_of(name, 2)
     truth = accumulate(module, batches)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SplitBackwardWarning)
@@ -129,7 +124,7 @@ def test_full_backward_is_the_plain_backward_bit_for_bit(name: str, method: str)
 
 @pytest.mark.parametrize("name", ZOO)
 def test_auto_chooses(name: str) -> None:
-    entry, module, batches = ZOO[name], build(name), microbatches(name)
+    entry, module, batches = ZOO[name], build(name), batches_of(name)
     truth = accumulate(module, batches)
     backward = choose_method(module, stage=2)
     with unsplit_warning(name, "auto"):
@@ -148,7 +143,7 @@ def test_auto_chooses(name: str) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_bytes_alive_between_input_and_weight(name: str) -> None:
     """What is counted as held is pinned; of what F saved, nothing else is alive."""
-    module, batches = build(name), microbatches(name)
+    module, batches = build(name), batches_of(name)
     truth = accumulate(module, batches)
     held, beyond = [], []
     with warnings.catch_warnings(), watched_saves() as alive:

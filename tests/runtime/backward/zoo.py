@@ -166,6 +166,12 @@ def feed(name: str) -> list[Tensor]:
     ]
 
 
+def batches_of(name: str, num: int = 4) -> list[list[Tensor]]:
+    """Several microbatches for an entry."""
+    torch.manual_seed(3)
+    return [feed(name) for _ in range(num)]
+
+
 def flat(value: Any) -> list[Tensor]:
     """The tensors of a nested output, in order."""
     if isinstance(value, Tensor):

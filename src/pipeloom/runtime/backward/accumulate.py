@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.runtime.backward.listeners import Listeners, pass_parameters
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
-from pipeloom.runtime.backward.plan import Plan
+from pipeloom.runtime.backward.plan import Plan, Unit
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, accumulation_below
 
@@ -62,11 +62,10 @@ def _send_gradients(pending: Pending) -> list[Edge]:
         group = -1 if at_once else plan.group[edge[0]]
         jobs.setdefault(group, []).append((edge, compute))
 
-    at_once = any(
-        parameter is None and _wants_all_at_once(pending.nodes[leaf].variable)
-        for leaf, parameter in targets.items()
-        if leaf is not None
-    )
+    by_engine = [
+        leaf for leaf, parameter in targets.items() if parameter is None and leaf is not None
+    ]
+    at_once = any(_wants_all_at_once(pending.nodes[leaf].variable) for leaf in by_engine)
     # Later layers first, as a backward would: reducers fill their buckets in that order.
     products, pending.products = deque(pending.products), []
     while products:
@@ -141,26 +140,25 @@ def _missed(pending: Pending, sent: Sequence[Edge]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def add_early(pending: Pending, units: frozenset[tuple[int, int | None]]) -> None:
+def add_early(pending: Pending, units: frozenset[Unit]) -> None:
     """Add some of the products now, where nobody listens to their parameters."""
     if not units:
         return
-    staying: list[Product] = []
-    uses = [product.use for product in pending.products if product.use.unit in units]
-    leaves = {use.leaf for use in uses if use.leaf is not None}
+    early = [product for product in pending.products if product.use.unit in units]
+    leaves = {product.use.leaf for product in early if product.use.leaf is not None}
     targets = _targets(pending, leaves & pending.plan.in_place)
     additions = _Additions()
+    done: set[int] = set()
     with torch._C.DisableTorchFunctionSubclass():
-        for product in pending.products:
-            use = product.use
-            parameter = targets.get(use.leaf)
-            if use.unit in units and parameter is not None and use.leaf is not None:
+        for product in early:
+            leaf = product.use.leaf
+            parameter = targets.get(leaf)
+            if parameter is not None and leaf is not None:
                 additions.add_product(parameter, product)
-                pending.arrived[id(parameter)] = parameter, pending.nodes[use.leaf]
-            else:
-                staying.append(product)
+                pending.arrived[id(parameter)] = parameter, pending.nodes[leaf]
+                done.add(id(product))
         additions.finish()
-    pending.products = staying
+    pending.products = [product for product in pending.products if id(product) not in done]
 
 
 @torch.no_grad()
@@ -222,8 +220,8 @@ def _targets(pending: Pending, leaves: Iterable[int]) -> dict[int | None, Tensor
             targets[leaf_or_none] = None
     for kept in pending.gradients:
         parameter = targets.get(kept.target[0])
-        if parameter is not None and not _fits(parameter, kept.grad, cast=True):
-            targets[kept.target[0]] = None
+        if parameter is not None and not _fits(parameter, kept.grad, cast=False):
+            targets[kept.target[0]] = None  # the engine has cast what is not of the same type
     for _, asked, _ in pending.reruns:  # these go through the engine in any case
         targets.update({node: None for node, _ in asked if node in targets})
     return targets

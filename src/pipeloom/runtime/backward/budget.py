@@ -17,11 +17,10 @@ from torch import Tensor
 
 from pipeloom.runtime.backward.checkpointing import is_packed, saved_names
 from pipeloom.runtime.backward.pending import Product
+from pipeloom.runtime.backward.plan import Unit
 from pipeloom.runtime.backward.walk import Graph
 
 __all__ = ["bytes_of", "bytes_saved", "storages", "units_computed_early"]
-
-Unit = tuple[int, int | None]
 
 # The most of the weight work that may move from W to I for the sake of memory.
 MOST_WORK = 1 / 8

@@ -31,16 +31,18 @@ __all__ = [
     "saves_recomputed",
 ]
 
+SavedTensor: Any = torch._C._autograd.SavedTensor
 CHECKPOINT = torch.utils.checkpoint.__name__
 OFFLOADING = torch.autograd.graph.__name__  # save_on_cpu
 
 
 def is_packed(node: Any, attribute: str | None) -> bool:
     """Whether hooks keep a node's saved tensor in a form of their own; ours do not count."""
-    saved = getattr(node, attribute, None) if attribute is not None else None
-    if isinstance(saved, (list, tuple)):
-        return any(_hook(one) is not None for one in saved)
-    return saved is not None and _hook(saved) is not None
+    saved: Any = getattr(node, attribute, None) if attribute is not None else None
+    if type(saved) is SavedTensor:  # nearly always, and this is asked very often
+        hook = saved.unpack_hook
+        return hook is not None and hook is not Box.open
+    return any(_hook(one) is not None for one in saved or ())
 
 
 def runs_once(node: Any) -> bool:

@@ -59,7 +59,8 @@ class Decision:
                 for index, dim0, dim1 in plan.turns
             )
             and all(
-                is_packed(nodes[use.node], use.recipe.saved) == use.packed for use in plan.deferred
+                is_packed(nodes[index], saved) == packed
+                for index, saved, packed in plan.activations
             )
             and not any(runs_once(nodes[again.node]) for again in plan.reruns)
         )

@@ -23,7 +23,7 @@ from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, Graph, is_accumulate
 
-__all__ = ["reference_gradients", "run_input", "weights_have_hooks"]
+__all__ = ["run_engine", "run_input", "weights_have_hooks"]
 
 
 def run_input(
@@ -40,7 +40,9 @@ def run_input(
     hooks since F began; ``hooks`` is told of those that are registered here.
     """
     nodes = graph.nodes
-    by_engine = [hooked and _may_pass_hooks(nodes[use.node], use) for use in plan.deferred]
+    by_engine: Sequence[bool] = [False] * len(plan.deferred)
+    if hooked:
+        by_engine = [_may_pass_hooks(nodes[use.node], use) for use in plan.deferred]
     operands = _Operands(graph, plan)
     with ExitStack() as during:
         with hooks.leaving_out():
@@ -48,7 +50,7 @@ def run_input(
             arrived = during.enter_context(_noted_arrivals(graph, plan.captures if hooked else ()))
         answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
         ends = [(leaf, 0) for leaf in plan.leaves]
-        gradients, captured = _run_engine(
+        gradients, captured = run_engine(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
         )
     captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
@@ -64,10 +66,11 @@ def run_input(
         Product(plan.deferred[position], grad, operands[position], by_engine[position])
         for position, grad in arrivals.items()
     ]
-    pending.missing = [
-        *(use.target for place, use in enumerate(plan.deferred) if place not in arrivals),
-        *(kept.target for kept in plan.in_input if captured[kept.capture] is None),
-    ]
+    if any(grad is None for grad in captured):
+        pending.missing = [
+            *(use.target for place, use in enumerate(plan.deferred) if place not in arrivals),
+            *(kept.target for kept in plan.in_input if captured[kept.capture] is None),
+        ]
     for half, answer in zip(plan.halved, answers, strict=True):
         if answer.values is None:
             pending.missing += [use.target for _, uses in half.uses for use in uses]
@@ -108,7 +111,7 @@ class _Operands:
     def taken_as_nodes_run(self) -> Iterator[None]:
         """While the engine runs, take what is packed."""
         with ExitStack() as registered:
-            for position, places in enumerate(self._plan.taken_by):
+            for position, places in self._plan.taken_by.items():
                 for place in places:
                     handle = self._nodes[place].register_prehook(partial(self._take, position))
                     registered.callback(handle.remove)
@@ -147,19 +150,7 @@ def _left_products(half: Halved, values: Sequence[Any], *, hooked: bool) -> list
     return products
 
 
-def reference_gradients(
-    graph: Graph, plan: Plan, inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[Gradients, dict[int, Tensor | None]]:
-    """Gradients of a full backward, of inputs and parameters, with nothing added or freed."""
-    leaves = [(leaf, 0) for leaf in plan.leaves]
-    devices = {graph.nodes[leaf].variable.device for leaf in plan.leaves}
-    on_cuda = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=on_cuda):
-        gradients, found = _run_engine(graph, inputs, grads, leaves, mute=leaves, keep_graph=True)
-    return gradients, dict(zip(plan.leaves, found, strict=True))
-
-
-def _run_engine(
+def run_engine(
     graph: Graph,
     inputs: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -11,16 +11,16 @@ let go::
     mark ──► node held by a reducer: lives on, and is found marked in the graph of the forward
          ──► node held by nobody:    gone; the forward makes a new one, without a mark
 
-Whatever is not known to be silent is passed: a parameter that was not marked, or any parameter if
-somebody registered a hook, anywhere, since the marks were made. A reducer that is made while graphs
-of the stage are alive leaves no such trace; it is heard of from when none is.
+Who is not known to be silent is passed: all parameters if they are not those that were marked, or
+if somebody registered a hook, anywhere, since then. A reducer that is made while graphs of the
+stage are alive leaves no such trace; it is heard of from when none is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -60,51 +60,45 @@ class Listeners:
 
     def __init__(self, hooks: HookCount) -> None:
         self._hooks = hooks
-        self._in_flight: WeakSet[SavedMicrobatch] = WeakSet()
+        self._in_flight: dict[int, ref[SavedMicrobatch]] = {}
         # Those that the last W added to in place; parameters made for one forward may go.
-        self._parameters: list[ref[Tensor]] = []
+        self._parameters: dict[int, ref[Tensor]] = {}
         self._marked: dict[int, ref[Tensor]] = {}
         self._num_hooks = -1
 
     def before_forward(self) -> None:
         """Mark the nodes that are there, if no graph of the stage holds them."""
-        if self._in_flight or not self._parameters:
+        if not self._parameters or any(held() is not None for held in self._in_flight.values()):
             return
-        alive = (reference() for reference in self._parameters)
+        alive = [reference() for reference in self._parameters.values()]
         trained = [p for p in alive if p is not None and p.requires_grad]
-        if not trained:
+        if len(trained) < len(alive):  # others were added to in place the last time
+            self._parameters = {}
             return
         with torch.enable_grad():
             passed = _Pass.apply(*trained)
         for node, _ in passed.grad_fn.next_functions:
             node.metadata[MARK] = True
-        self._marked = {id(parameter): ref(parameter) for parameter in trained}
+        self._marked = self._parameters
         self._num_hooks = self._hooks.current()
 
     def begin(self, saved: SavedMicrobatch) -> None:
         """A graph of the stage is alive."""
-        abandoned = [one for one in self._in_flight if one.microbatch == saved.microbatch]
-        if abandoned:  # by a step that failed; who came to listen since is not known
-            self._in_flight.difference_update(abandoned)
-            self._num_hooks = -1
-        self._in_flight.add(saved)
+        before = self._in_flight.get(saved.microbatch)
+        if before is not None and before() is not None:
+            self._num_hooks = -1  # a step that failed left it; who came to listen is not known
+        self._in_flight[saved.microbatch] = ref(saved)
 
     def end(self, saved: SavedMicrobatch) -> None:
         """Nothing of the microbatch is left."""
-        self._in_flight.discard(saved)
+        self._in_flight.pop(saved.microbatch, None)
 
     def tell(self, parameters: Mapping[int, tuple[Tensor, Any]]) -> None:
         """Pass those of the parameters, given with their nodes, that somebody may listen at."""
-        self._parameters = [ref(parameter) for parameter, _ in parameters.values()]
-        nothing_known = self._num_hooks != self._hooks.current()
-        pass_parameters(
-            [
-                parameter
-                for key, (parameter, node) in parameters.items()
-                if nothing_known or not self._is_silent(key, parameter, node)
-            ]
-        )
-
-    def _is_silent(self, key: int, parameter: Tensor, node: Any) -> bool:
-        marked = self._marked.get(key)
-        return marked is not None and marked() is parameter and MARK not in node.metadata
+        if parameters.keys() == self._parameters.keys():
+            if self._marked is self._parameters and self._num_hooks == self._hooks.current():
+                pass_parameters([one for one, node in parameters.values() if MARK in node.metadata])
+                return
+        else:
+            self._parameters = {key: ref(one) for key, (one, _) in parameters.items()}
+        pass_parameters([one for one, _ in parameters.values()])

@@ -38,7 +38,10 @@ from pipeloom.runtime.backward.regions import Entry, Regions, Turn
 from pipeloom.runtime.backward.walk import Edge, Graph
 from pipeloom.runtime.backward.ways import Halve, Ways, find_ways
 
-__all__ = ["Deferred", "Halved", "InInput", "Plan", "Rerun", "make_plan"]
+__all__ = ["Deferred", "Halved", "InInput", "Plan", "Rerun", "Unit", "make_plan"]
+
+
+Unit = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,8 @@ class Deferred:
     chained: bool  # the chain is more than the parameter itself
     cast: bool  # its type or device changes on the way
     packed: bool  # the activation is not there before its node runs
+    unit: Unit  # the same for what is computed at one time: the products of a node, unless compiled
     work: int | None = None  # about how many multiplications, where the tensors do not tell
-
-    @property
-    def unit(self) -> tuple[int, int | None]:
-        """The same for what is computed at one time: the products of a node, unless compiled."""
-        return self.node, self.operand if self.capture is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,12 @@ class Plan:
 
     captures: tuple[Edge, ...]
     deferred: tuple[Deferred, ...]
-    taken_by: tuple[tuple[int, ...], ...]  # for each, the nodes whose run unpacks its activation
+    taken_by: Mapping[int, Sequence[int]]  # packed ones, by place → nodes whose run unpacks them
     reruns: tuple[Rerun, ...]
     halved: tuple[Halved, ...]
     in_input: tuple[InInput, ...]
     turns: tuple[Turn, ...]  # transpositions that the plan relies on
+    activations: tuple[tuple[int, str, bool], ...]  # node, attribute, and whether it is packed
     group: dict[int, int]  # weight-only node → its connected group
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
@@ -208,6 +208,9 @@ class _Assembly:
             reruns=reruns,
             halved=halved,
             in_input=in_input,
+            activations=tuple(
+                {(use.node, use.recipe.saved, use.packed) for use in deferred if use.recipe.saved}
+            ),
             turns=tuple({turn for target in plain.values() if target for turn in target.turns}),
             group=group,
             in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
@@ -246,6 +249,7 @@ class _Assembly:
             chained=bool(plain and plain.chained),
             cast=bool(plain and plain.cast),
             packed=packed,
+            unit=(use[0], use[1] if capture is None else None),
             work=work,
         )
 
@@ -268,23 +272,21 @@ class _Assembly:
             for node, edges in targets.items()
         )
 
-    def _taken_by(self, deferred: Sequence[Deferred]) -> tuple[tuple[int, ...], ...]:
+    def _taken_by(self, deferred: Sequence[Deferred]) -> dict[int, Sequence[int]]:
         """Where packed activations are taken: as the engine comes to their node, or, if it only
         brings a gradient there, as it comes to those before.
         """
-        if not any(use.packed for use in deferred):
-            return ((),) * len(deferred)
+        packed = {place: use.node for place, use in enumerate(deferred) if use.packed}
+        if not packed:
+            return {}
         children, inputs = self.regions.shape.children, self.regions.inputs
         below, _ = self.regions.reaches({node for node, _ in self.captures} | inputs)
-        runs = [any(child >= 0 and below[child] for child, _ in edges) for edges in children]
-        return tuple(
-            ()
-            if not use.packed
-            else (use.node,)
-            if runs[use.node]
-            else tuple(dict.fromkeys(self.regions.parents[use.node]))
-            for use in deferred
-        )
+        return {
+            place: [node]
+            if any(child >= 0 and below[child] for child, _ in children[node])
+            else list(dict.fromkeys(self.regions.parents[node]))
+            for place, node in packed.items()
+        }
 
     def _halve(self, node: int, cut: Cut) -> Halved:
         asked = self.ways.asked.get(node)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import BackwardError, BackwardMethodError
-from pipeloom.runtime.backward.accumulate import (
-    add_early,
-    add_weight_gradients,
-    weight_gradients,
-)
+from pipeloom.runtime.backward.accumulate import add_early, add_weight_gradients
 from pipeloom.runtime.backward.boxes import Boxes
 from pipeloom.runtime.backward.budget import (
-    Unit,
     bytes_of,
     bytes_saved,
     storages,
@@ -36,11 +31,7 @@ from pipeloom.runtime.backward.budget import (
 )
 from pipeloom.runtime.backward.decide import Decision, decide
 from pipeloom.runtime.backward.hook_count import HookCount
-from pipeloom.runtime.backward.input_half import (
-    reference_gradients,
-    run_input,
-    weights_have_hooks,
-)
+from pipeloom.runtime.backward.input_half import run_input, weights_have_hooks
 from pipeloom.runtime.backward.listeners import Listeners
 from pipeloom.runtime.backward.method import (
     Choice,
@@ -50,10 +41,10 @@ from pipeloom.runtime.backward.method import (
     hold_roots,
     require_leaves,
 )
-from pipeloom.runtime.backward.pending import Gradient, Pending
+from pipeloom.runtime.backward.numeric_check import run_reference
+from pipeloom.runtime.backward.pending import Pending
 from pipeloom.runtime.backward.phases import enter_phase, failed_unless_done, where
-from pipeloom.runtime.backward.plan import Plan
-from pipeloom.runtime.backward.self_check import differing, muted_hooks
+from pipeloom.runtime.backward.plan import Unit
 from pipeloom.runtime.backward.walk import Graph, GraphShape, accumulation_below, read_graph
 from pipeloom.runtime.backward.whole import output_roots, run_full
 
@@ -198,10 +189,9 @@ class SplitBackward:
             saved.pending = pending
             return gradients
         self._checked.add(decision)
-        with _buffers_as_before(self.module):
-            reference = reference_gradients(graph, decision.plan, inputs, grads)
+        reference = run_reference(graph, decision.plan, self.module, inputs, grads)
         try:
-            gradients, pending = run()
+            gradients, saved.pending = run()
         except BackwardError:
             raise
         except RuntimeError as error:
@@ -213,12 +203,15 @@ class SplitBackward:
                 SplitBackwardWarning,
                 stacklevel=2,
             )
-            saved.pending = _whole_pending(graph, decision.plan, reference[1])
-            return list(reference[0])
-        saved.pending = self._compare(
-            graph, decision, reference, gradients, pending, saved.microbatch
-        )
-        return gradients if saved.pending is pending else list(reference[0])
+            saved.pending = None
+        if saved.pending is not None:
+            wrong, inputs_differ = reference.differences(gradients, saved.pending)
+            if not wrong and not inputs_differ:
+                return gradients
+            names = self._names(graph.nodes[leaf] for leaf in wrong) + ("inputs",) * inputs_differ
+            self._stop_splitting(decision, names, saved.microbatch)
+        saved.pending = reference.pending()
+        return list(reference.of_inputs)
 
     def _run_suspicious(
         self,
@@ -350,33 +343,11 @@ class SplitBackward:
             raise BackwardMethodError(message)
         warnings.warn(message, SplitBackwardWarning, stacklevel=4)
 
-    # ── the numeric self-check ───────────────────────────────────────────────────────────────────
-
-    def _compare(
-        self,
-        graph: Graph,
-        decision: Decision,
-        reference: tuple[Gradients, dict[int, Tensor | None]],
-        gradients: Gradients,
-        pending: Pending,
-        microbatch: int,
-    ) -> Pending:
-        """``pending`` if it is right; else what the full backward said, and no split from here."""
-        plan = decision.plan
-        assert plan is not None
-        with muted_hooks([graph.nodes[leaf].variable for leaf in plan.leaves]):
-            found = weight_gradients(pending)
-        wrong = [leaf for leaf in plan.leaves if differing(reference[1][leaf], found.get(leaf))]
-        inputs_differ = any(map(differing, reference[0], gradients))
-        if not wrong and not inputs_differ:
-            return pending
-        names = self._names(graph.nodes[leaf] for leaf in wrong) + ("inputs",) * inputs_differ
-        reason = "its gradients differ from those of a full backward"
-        refused = decision.refused(reason, names)
+    def _stop_splitting(self, decision: Decision, names: tuple[str, ...], microbatch: int) -> None:
+        refused = decision.refused("its gradients differ from those of a full backward", names)
         self._decisions = dict.fromkeys(self._decisions, refused)
         self.choice = refused.choice
         self._report(refused, microbatch)
-        return _whole_pending(graph, plan, reference[1])
 
     # ── naming ───────────────────────────────────────────────────────────────────────────────────
 
@@ -395,23 +366,3 @@ class SplitBackward:
             microbatch=microbatch,
             parameters=names,
         )
-
-
-@contextmanager
-def _buffers_as_before(module: nn.Module) -> Iterator[None]:
-    """What a checkpoint's recomputation does to buffers is undone."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, before in kept:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-
-
-def _whole_pending(graph: Graph, plan: Plan, found: Mapping[int, Tensor | None]) -> Pending:
-    """What W adds where a full backward has found all gradients."""
-    return Pending(
-        plan,
-        {index: graph.nodes[index] for index in plan.passed_later},
-        gradients=[Gradient((leaf, 0), grad) for leaf, grad in found.items() if grad is not None],
-    )

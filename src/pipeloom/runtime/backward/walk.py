@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -27,6 +28,7 @@ __all__ = ["Edge", "Graph", "GraphShape", "accumulation_below", "is_accumulate",
 Node = Any  # torch's node classes share no importable base that carries these attributes
 Edge = tuple[int, int]  # the number of a node, and which of its outputs' gradients
 NO_EDGE: Edge = (-1, 0)
+ACCUMULATE = type(get_gradient_edge(torch.empty((), requires_grad=True)).node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def accumulation_below(node: Node) -> list[Node]:
 
 def is_accumulate(node: Node) -> bool:
     """Whether a node is where a leaf's gradient ends."""
-    return type(node).__name__ == "AccumulateGrad"
+    return type(node) is ACCUMULATE
 
 
 def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
@@ -96,6 +98,9 @@ def read_graph(inputs: Sequence[Tensor], outputs: Sequence[Root]) -> Graph:
     children: list[tuple[Edge, ...]] = []
     find = number.get
     for node in nodes:  # grows while it is walked
+        if type(node) is ACCUMULATE:  # the most frequent kind leads nowhere
+            children.append(())
+            continue
         edges: list[Edge] = []
         for child, input_nr in node.next_functions:
             index = find(child)

@@ -23,7 +23,7 @@ the factors of its products and no more.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pipeloom.runtime.backward.compiled.operations import PRODUCTS, VIEWS, aten, factors, kind
-from pipeloom.runtime.backward.compiled.parts import Finish, above, extract, make_finish
+from pipeloom.runtime.backward.compiled.parts import (
+    Finish,
+    above,
+    closure,
+    extract,
+    make_finish,
+)
 
 __all__ = ["Cut", "cut_backward", "made_of"]
 
@@ -206,7 +212,8 @@ def _separate_convolutions(graph: Graph, wanted: set[Node]) -> None:
         weights = [
             user for user in node.users if user.target is operator.getitem and user.args[1] == 1
         ]
-        if not mask[1] or not _below(weights) & wanted:
+        below = closure(weights, lambda node: node.users)
+        if not mask[1] or not below & wanted:
             continue
         with graph.inserting_after(node):
             alone = graph.call_function(node.target, (*before, [False, True, False]))
@@ -215,14 +222,3 @@ def _separate_convolutions(graph: Graph, wanted: set[Node]) -> None:
         for pick in weights:
             pick.replace_input_with(node, alone)
             alone.append(pick)  # behind what it now reads
-
-
-def _below(nodes: Iterable[Node]) -> set[Node]:
-    found = set(nodes)
-    todo = list(found)
-    while todo:
-        for user in todo.pop().users:
-            if user not in found:
-                found.add(user)
-                todo.append(user)
-    return found

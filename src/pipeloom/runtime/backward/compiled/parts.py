@@ -17,7 +17,7 @@ from pipeloom.runtime.backward.compiled.operations import (
     work,
 )
 
-__all__ = ["Finish", "above", "extract", "make_finish"]
+__all__ = ["Finish", "above", "closure", "extract", "make_finish"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +38,18 @@ class Finish:
 
 def above(outputs: Iterable[Any]) -> set[Node]:
     """Everything that leads to the outputs, themselves included."""
-    todo = [output for output in outputs if isinstance(output, Node)]
-    found = set(todo)
+    return closure(
+        (output for output in outputs if isinstance(output, Node)),
+        lambda node: node.all_input_nodes,
+    )
+
+
+def closure(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Everything that steps lead to."""
+    found = set(start)
+    todo = list(found)
     while todo:
-        for node in todo.pop().all_input_nodes:
+        for node in step(todo.pop()):
             if node not in found:
                 found.add(node)
                 todo.append(node)

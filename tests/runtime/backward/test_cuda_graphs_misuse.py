@@ -1,0 +1,301 @@
+"""What a replay would get wrong in silence, and stages that cannot be captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pipeloom
+from pipeloom.errors import BackwardError, BackwardMethodError, ShapeError, StepFailed
+from pipeloom.runtime.backward.cuda_graphs import (
+    CapturedStage,
+    Recorder,
+    slots_needed,
+)
+from tests.runtime.backward.capturing import (
+    Layers,
+    NewRecorder,
+    batches,
+    sample,
+    stage,
+)
+from tests.runtime.backward.stages import WIDTH, Block
+from tests.support.op_recorder import OpRecorder
+
+torch.set_num_threads(1)
+
+
+def make(new_recorder: NewRecorder, num_slots: int = 1) -> tuple[nn.Module, CapturedStage, Tensor]:
+    recorder = new_recorder()
+    module = stage(recorder)
+    captured = CapturedStage(
+        module, sample(recorder), num_slots=num_slots, recorder=recorder, stage=3
+    )
+    return module, captured, batches(recorder, 1)[0].requires_grad_()
+
+
+def test_gradients_set_to_none_between_any_two_parts(new_recorder: NewRecorder) -> None:
+    """Recordings add to memory that the optimizer may have let go of meanwhile."""
+    module, captured, x = make(new_recorder)
+    grads = []
+    for when in ("before F", "before I", "before W"):
+        module.zero_grad(set_to_none=False)
+        for part in ("before F", "before I", "before W"):
+            if part == when:
+                module.zero_grad(set_to_none=True)
+            if part == "before F":
+                y = module(x)
+            elif part == "before I":
+                y.sum().backward()
+                run = captured.weight_backward()
+            else:
+                run()
+        del y, run  # the microbatch is over
+        grads.append(module.second.weight.grad.clone())
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_replaced_gradients_are_an_error_before_anything_is_written(
+    new_recorder: NewRecorder,
+) -> None:
+    module, _, x = make(new_recorder)
+    y = module(x)
+    module.first.bias.grad = torch.zeros_like(module.first.bias)
+    with pytest.raises(BackwardError, match=r"stage 3 adds to .*zero_grad\(\).*first\.bias"):
+        y.sum().backward()
+    assert not module.first.bias.grad.any()
+
+
+@pytest.mark.parametrize("change", ["data", "parameter", "buffer"])
+def test_other_memory_for_parameters_and_buffers_is_an_error(
+    change: str, new_recorder: NewRecorder
+) -> None:
+    recorder = new_recorder()
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(recorder.device)
+    CapturedStage(module, sample(recorder), num_slots=1, recorder=recorder)
+    if change == "data":
+        module[0].weight.data = module[0].weight.data.clone()
+    elif change == "parameter":
+        module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+    else:
+        module[1].running_mean = module[1].running_mean.clone()
+    with pytest.raises(BackwardError, match=r"other memory for (weight|running_mean)"):
+        module(batches(recorder, 1)[0].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda x: x[:1].detach().requires_grad_(), r"has shape \[1, 8\], captured \[4, 8\]"),
+        (lambda x: x.double().detach().requires_grad_(), "has type torch.float64"),
+        (lambda x: x.detach(), "does not require grad"),
+    ],
+)
+def test_other_inputs_are_an_error(
+    given: Callable[[Tensor], Tensor], words: str, new_recorder: NewRecorder
+) -> None:
+    module, captured, x = make(new_recorder)
+    with pytest.raises(ShapeError, match=words):
+        module(given(x))
+    module(x).sum().backward()  # and nothing is left half-done
+    captured.weight_backward()()
+
+
+def test_results_stay_as_they_are_when_the_slot_is_used_again(new_recorder: NewRecorder) -> None:
+    module, captured, x = make(new_recorder)
+    y = module(x)
+    [dx] = torch.autograd.grad(y.sum(), [x])
+    captured.weight_backward()()
+    kept = y.detach(), dx
+    copies = [one.clone() for one in kept]
+    del y
+    module((2 * x).detach().requires_grad_()).pow(2).sum().backward()
+    captured.weight_backward()()
+    for one, copy in zip(kept, copies, strict=True):
+        assert torch.equal(one, copy)
+
+
+def test_too_few_slots_and_how_many_are_needed(new_recorder: NewRecorder) -> None:
+    module, _, x = make(new_recorder)
+    y = module(x)
+    with pytest.raises(BackwardError, match=r"1 slots, and as many .*slots_needed"):
+        module(x)
+    del y
+    module(x)  # the slot of a graph that was let go is free again
+
+
+def test_nobody_who_asks_for_the_weights(new_recorder: NewRecorder) -> None:
+    module, _, x = make(new_recorder, num_slots=2)
+    module(x).sum().backward()
+    with pytest.raises(BackwardError, match="weight_backward="):
+        module(x)
+
+
+def test_without_gradients_and_in_the_other_mode_the_module_itself_runs(
+    new_recorder: NewRecorder,
+) -> None:
+    module, captured, x = make(new_recorder)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x[:1]), captured._own_forward(x[:1]))
+    module.eval()
+    module(x[:2]).sum().backward()
+    assert module.first.weight.grad is not None
+
+
+def test_a_failed_step_gives_its_slots_back() -> None:
+    torch.manual_seed(0)
+    stages = [Layers(), Layers()]
+    schedule = pipeloom.build_schedule("zb_h1", ranks=2, microbatches=4)
+    captured = [
+        CapturedStage(
+            module,
+            torch.zeros(2, 8, requires_grad=index > 0),
+            num_slots=slots_needed(schedule, index),
+            recorder=OpRecorder(),
+        )
+        for index, module in enumerate(stages)
+    ]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if target.sum() > 1e6:
+            raise ValueError("no such target")
+        return (output - target).square().mean()
+
+    pipe = pipeloom.LocalPipeline(
+        stages,
+        schedule=schedule,
+        loss_fn=loss,
+        weight_backward={index: one.weight_backward for index, one in enumerate(captured)},
+    )
+    target = torch.zeros(8, 8)
+    target[5] = 1e7
+    with pytest.raises(StepFailed):
+        pipe.step(torch.randn(8, 8), target=target)
+    del pipe
+    gc.collect()
+    assert [len(one._free) for one in captured] == [one.num_slots for one in captured]
+
+
+# ── what cannot be captured ──────────────────────────────────────────────────────────────────────
+
+
+def refusal(module: nn.Module, *args: Any, recorder: Recorder | None = None) -> str:
+    with pytest.raises(BackwardMethodError) as caught:
+        CapturedStage(module, *args, num_slots=1, stage=3, recorder=recorder or OpRecorder())
+    message = str(caught.value)
+    assert message.startswith("stage 3 cannot be captured as CUDA graphs: ")
+    assert "forward" not in vars(module)
+    return message
+
+
+def test_everything_in_the_way_is_said_at_once() -> None:
+    module = Layers()
+    module.first.bias.register_hook(lambda grad: None)
+    module.norm.register_forward_hook(lambda *args: None)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        message = refusal(module, torch.zeros(4, 8))
+    for part in ("first.bias has hooks", "its part 'norm' has hooks", "no_grad", "cache_enabled"):
+        assert part in message
+
+
+def test_stages_on_the_cpu() -> None:
+    with pytest.raises(
+        BackwardMethodError, match=r"parameter first\.weight is on cpu.* input 0 is"
+    ):
+        CapturedStage(Layers(), torch.zeros(4, 8), num_slots=1)
+
+
+def test_tensors_on_several_devices() -> None:
+    module = Layers()
+    module.register_buffer("elsewhere", torch.zeros(2, device="meta"))
+    assert "buffer elsewhere is on meta, not on cpu" in refusal(module, torch.zeros(4, 8))
+
+
+def test_graphs_that_are_still_held() -> None:
+    module = Layers()
+    loss = module(torch.zeros(4, 8)).sum()
+    assert "parameter first.weight is part of a graph" in refusal(module, torch.zeros(4, 8))
+    del loss
+    CapturedStage(module, torch.zeros(4, 8), num_slots=1, recorder=OpRecorder())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, dropout: float, reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore::pipeloom.runtime.backward.SplitBackwardWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_random_numbers_that_a_checkpoint_draws_twice(reentrant: bool) -> None:
+    x = torch.zeros(4, 8, requires_grad=True)
+    message = refusal(Checkpointed(dropout=0.5, reentrant=reentrant), x)
+    assert "recomputes random numbers" in message
+    CapturedStage(
+        Checkpointed(dropout=0.0, reentrant=reentrant), x, num_slots=1, recorder=OpRecorder()
+    )
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.detach().mean(0)
+        return self.layer(x)
+
+
+def test_buffers_that_are_replaced() -> None:
+    module = Replacing()
+    assert "in the place of buffer mean" in refusal(module, torch.zeros(4, 8))
+
+
+def test_sparse_gradients() -> None:
+    module = nn.Embedding(5, 8, sparse=True)
+    message = refusal(module, torch.zeros(4, dtype=torch.long))
+    assert "parameter weight gets sparse gradients" in message
+    assert module.weight.grad is None
+
+
+def test_stages_whose_gradients_are_reduced_are_refused_by_the_pipeline() -> None:
+    stages = [Layers() for _ in range(4)]
+    captured = CapturedStage(stages[0], torch.zeros(2, 8), num_slots=4, recorder=OpRecorder())
+    with pytest.raises(BackwardMethodError, match="stages 0 were captured"):
+        pipeloom.LocalPipeline(
+            stages,
+            schedule="chimera",
+            ranks=2,
+            microbatches=4,
+            loss_fn=nn.functional.mse_loss,
+            weight_backward={0: captured.weight_backward},
+        )
+
+
+def test_a_failed_capture_leaves_no_trace() -> None:
+    class Fails(Block):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            if self.num_calls > 3:  # while recording
+                raise ValueError("not now")
+            return super().forward(x)
+
+    module = Fails()
+    with pytest.raises(ValueError, match="not now"):
+        CapturedStage(module, torch.zeros(2, 4, WIDTH), num_slots=1, recorder=OpRecorder())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert "forward" not in vars(module)
