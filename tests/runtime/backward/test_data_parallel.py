@@ -59,13 +59,17 @@ def test_ddp_reduces_every_bucket_at_weight(name: str, method: str, mesh: Device
     assert_same_parameters(module, truth.module)
 
 
+@pytest.mark.usefixtures("nothing_compiled_before")
 @pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "compiled"])
 def test_fsdp_parameters(name: str, reshard: bool, mesh: DeviceMesh) -> None:
     """The pipeline's way with FSDP: no synchronisation until the last backward."""
     torch.manual_seed(0)
+    compiled, name = name == "compiled", "transformer" if name == "compiled" else name
     module, batches = build(name), [feed(name) for _ in range(3)]
     truth = accumulate(module, batches)
+    for block in module if compiled else ():
+        block.compile(backend="pipeloom_eager")
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     module.set_reshard_after_backward(False)
     backward = choose_method(module)
@@ -170,3 +174,20 @@ def test_ddp_that_reduces_when_the_backward_ends_is_not_split(mesh: DeviceMesh) 
     backward = choose_method(wrapped)
     assert backward.choice.method == "whole"
     assert "static_graph" in backward.choice.reason
+
+
+@pytest.mark.usefixtures("nothing_compiled_before")
+def test_compiled_blocks_of_ddp(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    module, batches = build("transformer"), [feed("transformer") for _ in range(3)]
+    truth = accumulate(module, batches)
+    for block in module:
+        block.compile(backend="pipeloom_eager")
+    wrapped = DistributedDataParallel(module)
+    backward = choose_method(wrapped, strict=True)
+    for index, inputs in enumerate(batches):
+        saved = run_forward(backward, wrapped, inputs, index)
+        backward.input(saved, truth.output_grads[index])
+        backward.weight(saved)
+    assert sum(name.endswith(".weight") for name in backward.choice.deferred) == 8
+    assert_same_parameters(module, truth.module)

@@ -90,6 +90,45 @@ def test_embedding_options(options: dict[str, object]) -> None:
     torch.testing.assert_close(module.weight.grad, expected)
 
 
+class Bags(nn.Module):
+    """A first stage that looks up bags of rows."""
+
+    def __init__(self, weighted: bool, **options: object) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(10, 4, **options)
+        self.weights = nn.Parameter(torch.rand(3, 5)) if weighted else None
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.bags(rows, per_sample_weights=self.weights)))
+
+
+@pytest.mark.parametrize("padding_index", [None, 2, -1])
+@pytest.mark.parametrize(
+    ("mode", "weighted", "sparse"),
+    [
+        ("sum", True, False),
+        ("sum", False, True),
+        ("mean", False, False),
+        ("mean", False, True),
+        ("max", False, False),
+    ],
+)
+def test_bags_of_embeddings(
+    mode: str, weighted: bool, sparse: bool, padding_index: int | None
+) -> None:
+    torch.manual_seed(0)
+    module = Bags(weighted, mode=mode, sparse=sparse, padding_idx=padding_index).double()
+    batches = [[torch.randint(10, (3, 5))] for _ in range(3)]
+    truth = accumulate(module, batches)
+    backward = choose_method(module)
+    run_split(backward, module, batches, truth)
+    assert {"bags.weight", "layer.weight"} <= set(backward.choice.deferred)
+    for mine, theirs in zip(module.parameters(), truth.module.parameters(), strict=True):
+        assert mine.grad.layout == theirs.grad.layout
+        torch.testing.assert_close(mine.grad.to_dense(), theirs.grad.to_dense())
+
+
 class TurnedWeights(nn.Module):
     """Square weights that are used transposed: a gradient left as it is would fit, and be wrong."""
 

@@ -207,6 +207,30 @@ def _embedding_weight() -> Recipe:
     return Recipe(None, "_raw_saved_indices", take, compute)
 
 
+def _embedding_bag_weight() -> Recipe:
+    def take(node: Any) -> Operands:
+        return (
+            node._saved_indices,
+            node._saved_offsets,
+            node._saved_result1,  # which bag each index is in
+            node._saved_result2,  # how large each bag is
+            node._saved_result3,  # which row was the largest
+            node._saved_weight_sym_argsize_0,
+            node._saved_scale_grad_by_freq,
+            node._saved_mode,
+            node._saved_sparse,
+            node._saved_per_sample_weights,
+            node._saved_padding_idx,
+        )
+
+    def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        *others, padding_index = taken
+        gradient = torch.ops.aten._embedding_bag_backward(grad, *others, signed(padding_index))
+        return _turned(gradient, transposed)
+
+    return Recipe(None, "_raw_saved_indices", take, compute)
+
+
 def _grouped_right() -> Recipe:
     """Gradient of the experts' weights where rows are grouped by expert."""
 
@@ -241,6 +265,7 @@ RECIPES: Mapping[str, Mapping[int, Recipe]] = {
     },
     "ConvolutionBackward0": {1: _convolution_weight(), 2: _convolution_bias()},
     "EmbeddingBackward0": {0: _embedding_weight()},
+    "EmbeddingBagBackward0": {0: _embedding_bag_weight()},
     "GroupedMmBackward0": {1: _grouped_right()},
 }
 """Node type → operand → recipe."""
