@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +21,7 @@ from tests.runtime.backward.harness import (
     run_split,
 )
 from tests.runtime.backward.stages import WIDTH, Block
-from tests.runtime.backward.zoo import DTYPE
+from tests.runtime.backward.zoo import DTYPE, flat
 
 EAGER, COMPILED = "pipeloom_eager", "pipeloom"
 
@@ -50,6 +52,18 @@ def compile_blocks(module: nn.Module, backend: str = EAGER, **options: object) -
 def compile_all(module: nn.Module, backend: str = EAGER, **options: object) -> None:
     # torch leaves calls of its own classes (Sequential) uncompiled; a forward it always compiles.
     module.forward = torch.compile(module.forward, backend=backend, **options)
+
+
+def skip_where_torch_cannot(backend: str, module: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Some versions of torch cannot compile some stages, whoever asks."""
+    module = copy.deepcopy(module)
+    compile_all(module, backend)
+    try:
+        outputs = flat(module(*inputs))
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    except Exception as error:
+        pytest.skip(f"torch {torch.__version__} itself cannot with {backend}: {error}")
+    torch._dynamo.reset()
 
 
 def make(**options: bool) -> nn.Module:

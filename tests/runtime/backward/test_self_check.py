@@ -26,6 +26,7 @@ from pipeloom.runtime.backward.compiled.halves import halves_of
 from pipeloom.runtime.backward.plan import InInput, Plan, make_plan
 from pipeloom.runtime.backward.self_check import differing, structural_faults
 from pipeloom.runtime.backward.walk import Graph, read_graph
+from tests.runtime.backward.compiling import compile_all, skip_where_torch_cannot
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_inputs,
@@ -42,7 +43,7 @@ def planned(name: str, how: str) -> tuple[Graph, Plan]:
     module, inputs = build(name), feed(name)
     if how == "cuts":
         torch._dynamo.reset()
-        module.compile(backend="pipeloom_eager")
+        compile_all(module)
     graph = read_graph(inputs, flat(module(*inputs)))
 
     def halve(node: Any, operands: frozenset[int]) -> Cut | None:
@@ -98,6 +99,8 @@ def mutations(made: Plan) -> Iterator[tuple[str, Plan]]:
 def test_every_broken_plan_is_found(name: str, how: str) -> None:
     if name == "reentrant checkpoint":
         pytest.skip("has parameters that no graph shows; never gets as far as a plan")
+    if (name, how) == ("complex", "cuts"):
+        skip_where_torch_cannot("aot_eager", build(name), feed(name))
     graph, made = planned(name, how)
     assert structural_faults(graph.shape, made) == set()
     for what, broken in mutations(made):

@@ -61,7 +61,7 @@ class Listeners:
     def __init__(self, hooks: HookCount) -> None:
         self._hooks = hooks
         self._in_flight: dict[int, ref[SavedMicrobatch]] = {}
-        # Those that the last W added to in place; parameters made for one forward may go.
+        # Those that W has added to in place; parameters made for one forward may go.
         self._parameters: dict[int, ref[Tensor]] = {}
         self._marked: dict[int, ref[Tensor]] = {}
         self._num_hooks = -1
@@ -72,7 +72,7 @@ class Listeners:
             return
         alive = [reference() for reference in self._parameters.values()]
         trained = [p for p in alive if p is not None and p.requires_grad]
-        if len(trained) < len(alive):  # others were added to in place the last time
+        if len(trained) < len(alive):  # some are gone, or frozen: begin anew
             self._parameters = {}
             return
         with torch.enable_grad():
@@ -95,10 +95,11 @@ class Listeners:
 
     def tell(self, parameters: Mapping[int, tuple[Tensor, Any]]) -> None:
         """Pass those of the parameters, given with their nodes, that somebody may listen at."""
-        if parameters.keys() == self._parameters.keys():
+        if parameters.keys() <= self._parameters.keys():
             if self._marked is self._parameters and self._num_hooks == self._hooks.current():
                 pass_parameters([one for one, node in parameters.values() if MARK in node.metadata])
                 return
         else:
-            self._parameters = {key: ref(one) for key, (one, _) in parameters.items()}
+            new = {key: ref(one) for key, (one, _) in parameters.items()}
+            self._parameters = {**self._parameters, **new}
         pass_parameters([one for one, _ in parameters.values()])
