@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pipeloom.errors import BackwardMethodError
 from pipeloom.runtime.backward import (
@@ -211,3 +212,20 @@ def test_differing_sees_what_rounding_does_not_explain() -> None:
     assert differing(a.to(torch.float32), a.to(torch.float32) + 0.1)
     infinite = torch.tensor([1.0, float("inf")])
     assert not differing(infinite, infinite.clone())
+
+
+def test_rounding_on_the_way_to_a_parameter_is_no_difference() -> None:
+    """W adds to ``.grad`` what a backward would round to the type in which the weight is used."""
+    torch.manual_seed(0)
+    module = nn.Linear(24, 24, bias=False).to(torch.float64)
+    parametrize.register_parametrization(module, "weight", InFloat32())
+    batches = [[torch.randn(6, 24, dtype=torch.float64, requires_grad=True)] for _ in range(4)]
+    truth = accumulate(module, batches)
+    run_split(choose_method(module, self_check="numeric", strict=True), module, batches, truth)
+    for mine, theirs in zip(module.parameters(), truth.module.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+class InFloat32(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.view(24, 24).float().double()

@@ -24,18 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipeloom.runtime.backward.additions import Additions, find_targets
 from pipeloom.runtime.backward.listeners import Listeners, pass_parameters
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Plan, Unit
 from pipeloom.runtime.backward.self_check import muted_hooks
+from pipeloom.runtime.backward.views import follow
 from pipeloom.runtime.backward.walk import Edge, accumulation_below
 
 __all__ = ["add_early", "add_weight_gradients", "weight_gradients"]
-
-PLAIN = (torch.nn.Parameter, Tensor)
-
-# Gradients of at most so many entries are gathered and added by one call for all.
-MOST_GATHERED = 1 << 16
 
 
 @torch.no_grad()
@@ -54,8 +51,8 @@ def _send_gradients(pending: Pending) -> list[Edge]:
     gradients of one group are gone before those of the next are there.
     """
     plan = pending.plan
-    targets = _targets(pending, plan.in_place)
-    additions = _Additions()
+    targets = find_targets(pending, plan.in_place)
+    additions = Additions()
     jobs: dict[int, list[tuple[Edge, Callable[[], Tensor]]]] = {}
 
     def send(edge: Edge, compute: Callable[[], Tensor]) -> None:
@@ -146,8 +143,8 @@ def add_early(pending: Pending, units: frozenset[Unit]) -> None:
         return
     early = [product for product in pending.products if product.use.unit in units]
     leaves = {product.use.leaf for product in early if product.use.leaf is not None}
-    targets = _targets(pending, leaves & pending.plan.in_place)
-    additions = _Additions()
+    targets = find_targets(pending, leaves & pending.plan.in_place)
+    additions = Additions()
     done: set[int] = set()
     with torch._C.DisableTorchFunctionSubclass():
         for product in early:
@@ -166,7 +163,9 @@ def weight_gradients(pending: Pending) -> dict[int, Tensor]:
     """The gradients that W would add, per parameter's node, without adding or freeing anything."""
     edges = [(kept.target, kept.grad) for kept in pending.gradients]
     with torch._C.DisableTorchFunctionSubclass():
-        edges += [(product.use.target, _compute(product)) for product in pending.products]
+        for product in pending.products:
+            entered = _through_views(pending, product) or (product.use.target, _compute(product))
+            edges.append(entered)
     for starts, asked, grads in pending.reruns:
         edges += _run_again(pending, starts, asked, grads)
     leaves = [leaf for leaf in pending.plan.leaves if leaf in pending.nodes]
@@ -180,6 +179,19 @@ def weight_gradients(pending: Pending) -> dict[int, Tensor]:
         allow_unused=True,
     )
     return {leaf: grad for leaf, grad in zip(leaves, found, strict=True) if grad is not None}
+
+
+def _through_views(pending: Pending, product: Product) -> tuple[Edge, Tensor] | None:
+    """Where only views lie between, the gradient of the whole parameter, as W would add to it."""
+    leaf = product.use.leaf
+    if leaf is None or product.by_engine or not product.use.views:
+        return None
+    total = torch.zeros_like(pending.nodes[leaf].variable, requires_grad=False)
+    part = follow(total, pending.nodes, product.use.views)
+    if part is None:
+        return None
+    part.add_(_compute(product))
+    return (leaf, 0), total
 
 
 def _run_again(
@@ -197,110 +209,3 @@ def _run_again(
             allow_unused=True,
         )
     return [(edge, grad) for edge, grad in zip(asked, found, strict=True) if grad is not None]
-
-
-# ── in place ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _targets(pending: Pending, leaves: Iterable[int]) -> dict[int | None, Tensor | None]:
-    """The parameters, of those at ``leaves``, that nothing must reach through the engine.
-
-    All or nothing: who listens at a parameter's place in the graph is to be told once.
-    """
-    targets: dict[int | None, Tensor | None] = {}
-    for leaf in leaves:
-        parameter = pending.nodes[leaf].variable
-        targets[leaf] = parameter if _takes_additions(parameter) else None
-    for product in pending.products:
-        leaf_or_none = product.use.leaf
-        parameter = targets.get(leaf_or_none)
-        if parameter is not None and (
-            product.by_engine or not _fits(parameter, product.grad, cast=product.use.cast)
-        ):
-            targets[leaf_or_none] = None
-    for kept in pending.gradients:
-        parameter = targets.get(kept.target[0])
-        if parameter is not None and not _fits(parameter, kept.grad, cast=False):
-            targets[kept.target[0]] = None  # the engine has cast what is not of the same type
-    for _, asked, _ in pending.reruns:  # these go through the engine in any case
-        targets.update({node: None for node, _ in asked if node in targets})
-    return targets
-
-
-def _takes_additions(parameter: Tensor) -> bool:
-    """Whether the parameter's ``.grad`` may be added to without the engine."""
-    if type(parameter) not in PLAIN or parameter._backward_hooks or not parameter.requires_grad:
-        return False
-    if getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return False
-    grad = parameter.grad
-    if grad is None:
-        return parameter.layout is torch.strided
-    return type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
-
-
-def _fits(parameter: Tensor, grad: Tensor, *, cast: bool) -> bool:
-    """Whether the engine would do no more than add the gradient as it is."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided:
-        return False
-    # Without a cast on the way, both are of one kind on one device.
-    return not cast or (
-        grad.device == parameter.device and grad.is_complex() == parameter.is_complex()
-    )
-
-
-class _Additions:
-    """Additions to ``.grad``: products at once, small gradients gathered and added by one call."""
-
-    __slots__ = ("_gathered",)
-
-    def __init__(self) -> None:
-        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}  # total → total, value
-
-    def add_product(self, parameter: Tensor, product: Product) -> None:
-        """``parameter.grad`` grows by a product."""
-        use, total = product.use, parameter.grad
-        recipe, grad = use.recipe, product.grad
-        # An embedding may ask for sparse gradients, also of a weight that is used otherwise too.
-        is_dense = total is None or total.layout is torch.strided
-        if (
-            total is not None
-            and is_dense
-            and recipe.add_to is not None
-            and total.dtype == grad.dtype
-        ):
-            recipe.add_to(total, grad, product.operands, use.transposed)
-            return
-        value = recipe.compute(grad, product.operands, use.transposed)
-        if is_dense and value.layout is torch.strided:
-            self.add(parameter, value, fresh=True)
-        elif total is None:
-            parameter.grad = value
-        else:
-            parameter.grad = total.add_(value) if is_dense else value + total
-
-    def add(self, parameter: Tensor, value: Tensor, *, fresh: bool) -> None:
-        """``parameter.grad += value``; a fresh value may become ``.grad`` itself."""
-        total = parameter.grad
-        if total is None:
-            dtype = getattr(parameter, "grad_dtype", parameter.dtype) or value.dtype
-            usable = fresh and value.dtype == dtype and value.stride() == parameter.stride()
-            if not usable:
-                value = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
-            parameter.grad = value
-        elif (
-            value.numel() > MOST_GATHERED
-            or id(total) in self._gathered  # a second value cannot be added beside the first
-            or total.is_neg()
-            or total.is_conj()
-        ):
-            total.add_(value)
-        else:
-            self._gathered[id(total)] = total, value
-
-    def finish(self) -> None:
-        """Add what was gathered."""
-        if self._gathered:
-            totals, values = zip(*self._gathered.values(), strict=True)
-            torch._foreach_add_(totals, values)
-            self._gathered = {}

@@ -13,13 +13,13 @@ from pipeloom.runtime.backward.compiled.backend import leaves_weights
 from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.method import BackwardMethod
 from pipeloom.runtime.backward.split import SplitBackward
+from pipeloom.runtime.backward.sums import HALF
 from pipeloom.runtime.backward.whole import UserWeightBackward, WholeBackward
 
 __all__ = ["METHODS", "check_compiled", "choose_method"]
 
 METHODS = ("auto", "deferred", "graph", "whole")
 SELF_CHECKS = ("structural", "numeric", "off")
-HALF = (torch.float16, torch.bfloat16)
 
 
 def choose_method(

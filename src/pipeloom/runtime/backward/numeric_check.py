@@ -41,8 +41,22 @@ class Reference:
         leaves = self.plan.leaves
         with muted_hooks([self.graph.nodes[leaf].variable for leaf in leaves]):
             found = weight_gradients(pending)
-        wrong = [leaf for leaf in leaves if differing(self.of_leaves[leaf], found.get(leaf))]
+        types = self._types_above_leaves()
+        wrong = [
+            leaf
+            for leaf in leaves
+            if differing(self.of_leaves[leaf], found.get(leaf), types.get(leaf, ()))
+        ]
         return wrong, any(map(differing, self.of_inputs, gradients))
+
+    def _types_above_leaves(self) -> dict[int, set[torch.dtype]]:
+        """The types of what hangs together with each parameter and no data."""
+        group = self.plan.group
+        types: dict[int, set[torch.dtype]] = {}
+        for index, number in group.items():
+            made = getattr(self.graph.nodes[index], "_input_metadata", ())
+            types.setdefault(number, set()).update(one.dtype for one in made)
+        return {leaf: types[group[leaf]] for leaf in self.plan.leaves if leaf in group}
 
     def pending(self) -> Pending:
         """What W adds if it is to add these."""

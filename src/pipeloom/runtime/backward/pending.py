@@ -33,6 +33,7 @@ class Product:
     grad: Tensor
     operands: Operands
     by_engine: bool = False  # there may be hooks between the product and its parameter
+    seen: Tensor | None = None  # how it sees ``.grad``: a tensor without memory
 
     def tensors(self) -> list[Tensor]:
         """What it keeps alive."""

@@ -57,6 +57,7 @@ class Deferred:
     transposed: bool
     chained: bool  # the chain is more than the parameter itself
     cast: bool  # its type or device changes on the way
+    views: tuple[Edge, ...]  # what the chain is, if more than a transposition
     packed: bool  # the activation is not there before its node runs
     unit: Unit  # the same for what is computed at one time: the products of a node, unless compiled
     work: int | None = None  # about how many multiplications, where the tensors do not tell
@@ -177,7 +178,7 @@ class _Assembly:
     def __init__(self, regions: Regions, ways: Ways, kept: Mapping[Edge, list[Entry]]) -> None:
         self.regions, self.ways, self.kept = regions, ways, kept
         self.captures: dict[Edge, int] = {}
-        self.plain = {edge: regions.plain_target(edge[0]) for edge in kept}
+        self.plain = {edge: regions.plain_target(edge) for edge in kept}
 
     def plan(self, wanted: list[Edge], group: dict[int, int], spoiled: set[int]) -> Plan:
         regions, plain = self.regions, self.plain
@@ -248,6 +249,7 @@ class _Assembly:
             transposed=bool(plain and plain.transposed),
             chained=bool(plain and plain.chained),
             cast=bool(plain and plain.cast),
+            views=plain.views if plain else (),
             packed=packed,
             unit=(use[0], use[1] if capture is None else None),
             work=work,

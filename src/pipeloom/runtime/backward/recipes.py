@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.runtime.backward.sums import add_product
+
 __all__ = ["RECIPES", "Operands", "Recipe", "signed"]
 
 Operands = tuple[Any, ...]
@@ -65,9 +67,9 @@ def _right_of_product(left: str, own: str, scale: str | None) -> Recipe:
 
     def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
         if transposed:
-            total.addmm_(grad.t(), taken[0].conj(), alpha=taken[1])
+            add_product(total, grad.mT, taken[0].conj(), taken[1])
         else:
-            total.addmm_(taken[0].mH, grad, alpha=taken[1])
+            add_product(total, taken[0].mH, grad, taken[1])
 
     return Recipe(1 if scale else 0, "_raw" + left, take, compute, add_to, own=own)
 
@@ -85,38 +87,14 @@ def _left_of_product(right: str, own: str, scale: str | None) -> Recipe:
 
     def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
         if transposed:
-            total.addmm_(taken[0].conj(), grad.t(), alpha=taken[1])
+            add_product(total, taken[0].conj(), grad.mT, taken[1])
         else:
-            total.addmm_(grad, taken[0].mH, alpha=taken[1])
+            add_product(total, grad, taken[0].mH, taken[1])
 
     return Recipe(2 if scale else 1, "_raw" + right, take, compute, add_to, own=own)
 
 
-# ── batched products ────────────────────────────────────────────────────────────────────────────
-
-
-def _right_of_batched(left: str, own: str, scale: str | None) -> Recipe:
-    plain = _right_of_product(left, own, scale)
-
-    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
-        if transposed:
-            total.baddbmm_(grad.mT, taken[0].conj(), alpha=taken[1])
-        else:
-            total.baddbmm_(taken[0].mH, grad, alpha=taken[1])
-
-    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to, own=own)
-
-
-def _left_of_batched(right: str, own: str, scale: str | None) -> Recipe:
-    plain = _left_of_product(right, own, scale)
-
-    def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
-        if transposed:
-            total.baddbmm_(taken[0].conj(), grad.mT, alpha=taken[1])
-        else:
-            total.baddbmm_(grad, taken[0].mH, alpha=taken[1])
-
-    return Recipe(plain.partner, plain.saved, plain.take, plain.compute, add_to, own=own)
+# ── what a node says ────────────────────────────────────────────────────────────────────────────
 
 
 def signed(number: int) -> int:
@@ -256,12 +234,12 @@ RECIPES: Mapping[str, Mapping[int, Recipe]] = {
         2: _right_of_product("_saved_mat1", "_saved_mat2", "_saved_alpha"),
     },
     "BmmBackward0": {
-        0: _left_of_batched("_saved_mat2", "_saved_self", None),
-        1: _right_of_batched("_saved_self", "_saved_mat2", None),
+        0: _left_of_product("_saved_mat2", "_saved_self", None),
+        1: _right_of_product("_saved_self", "_saved_mat2", None),
     },
     "BaddbmmBackward0": {
-        1: _left_of_batched("_saved_batch2", "_saved_batch1", "_saved_alpha"),
-        2: _right_of_batched("_saved_batch1", "_saved_batch2", "_saved_alpha"),
+        1: _left_of_product("_saved_batch2", "_saved_batch1", "_saved_alpha"),
+        2: _right_of_product("_saved_batch1", "_saved_batch2", "_saved_alpha"),
     },
     "ConvolutionBackward0": {1: _convolution_weight(), 2: _convolution_bias()},
     "EmbeddingBackward0": {0: _embedding_weight()},

@@ -13,48 +13,30 @@ An *entry* is an operand of the first kind that leads to the second: there a wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeloom.runtime.backward.recipes import RECIPES, signed
+from pipeloom.runtime.backward.views import VIEW_TYPES
 from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, is_accumulate
 
 __all__ = ["Entry", "PlainTarget", "Regions", "Turn"]
 
-# Nodes with one operand whose gradient is a view or a cast of theirs: what lies between a
-# parameter and the product that uses it.
-CHAIN_TYPES = frozenset(
-    {
-        "AliasBackward0",
-        "CloneBackward0",
-        "ExpandBackward0",
-        "PermuteBackward0",
-        "ReshapeAliasBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "TBackward0",
-        "ToCopyBackward0",
-        "TransposeBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewBackward0",
-    }
-)
+TURN_TYPES = frozenset({"TBackward0", "TransposeBackward0"})
 
 Entry = tuple[int, int]  # a data node and the operand that enters; -1: an output
 Turn = tuple[int, int, int]  # a transposition's node and its two dimensions, as saved
 
 
 class PlainTarget(NamedTuple):
-    """A parameter with nothing but transpositions and casts between it and its use."""
+    """A parameter with nothing but views and casts between it and its use."""
 
     leaf: int
-    transposed: bool  # seen transposed in its last two dimensions
+    transposed: bool  # seen transposed in its last two dimensions, and not otherwise
     chained: bool  # anything lies between
     cast: bool  # a change of type or device lies between
     turns: tuple[Turn, ...]
+    views: tuple[Edge, ...]  # from the use down, if they are more than such transpositions
 
 
 class Regions:
@@ -165,7 +147,7 @@ class Regions:
         passed: list[int] = []
         while node not in self.leaf_set:
             below = [child for child, _ in self.shape.children[node] if child >= 0]
-            if self.names[node] not in CHAIN_TYPES or len(below) != 1:
+            if self.names[node] not in VIEW_TYPES or len(below) != 1:
                 return None
             passed.append(node)
             node = below[0]
@@ -173,33 +155,40 @@ class Regions:
 
     # ── how a chain changes the gradient ─────────────────────────────────────────────────────────
 
-    def plain_target(self, child: int) -> PlainTarget | None:
+    def plain_target(self, edge: Edge) -> PlainTarget | None:
         """The parameter below, for the chains that gradients are added through."""
-        chain = self.chain(child)
+        chain = self.chain(edge[0])
         if chain is None:
             return None
         *passed, leaf = chain
-        parameter = self.nodes[leaf].variable
-        transposed = cast = False
+        names = {self.names[index] for index in passed}
+        turns = self._turns(passed, self.nodes[leaf].variable.dim())
+        only_turns = turns is not None and names <= {*TURN_TYPES, "ToCopyBackward0"}
+        return PlainTarget(
+            leaf,
+            transposed=only_turns and sum(self.names[i] in TURN_TYPES for i in passed) % 2 == 1,
+            chained=bool(passed),
+            cast="ToCopyBackward0" in names,
+            turns=tuple(turns or ()) if only_turns else (),
+            views=() if only_turns else tuple(self._edges_along(edge, passed)),
+        )
+
+    def _turns(self, passed: Iterable[int], num_dims: int) -> list[Turn] | None:
+        """The transpositions among them; ``None`` if one is not of the last two dimensions."""
         turns: list[Turn] = []
         for index in passed:
-            if self.names[index] == "TBackward0":
-                transposed = not transposed
-            elif self.names[index] == "TransposeBackward0":
+            if self.names[index] == "TransposeBackward0":
                 node = self.nodes[index]
-                dims = {signed(node._saved_dim0), signed(node._saved_dim1)}
-                if {dim % parameter.dim() for dim in dims} != {
-                    parameter.dim() - 1,
-                    parameter.dim() - 2,
-                }:
+                dims = {signed(node._saved_dim0) % num_dims, signed(node._saved_dim1) % num_dims}
+                if dims != {num_dims - 1, num_dims - 2}:
                     return None
                 turns.append((index, node._saved_dim0, node._saved_dim1))
-                transposed = not transposed
-            elif self.names[index] == "ToCopyBackward0":
-                cast = True
-            else:
-                return None
-        return PlainTarget(leaf, transposed, bool(passed), cast, tuple(turns))
+        return turns
+
+    def _edges_along(self, edge: Edge, passed: Iterable[int]) -> Iterator[Edge]:
+        for index in passed:
+            yield edge
+            [edge] = [below for below in self.shape.children[index] if below[0] >= 0]
 
     # ── the plan ─────────────────────────────────────────────────────────────────────────────────
 

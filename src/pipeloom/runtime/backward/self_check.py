@@ -152,8 +152,12 @@ def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
     return wrong | {edge[0] for edge in inputs if seen.get(edge, 0) != truth.get(edge, 0)}
 
 
-def differing(reference: Tensor | None, found: Tensor | None) -> bool:
-    """Whether two gradients of the same thing differ by more than rounding."""
+def differing(
+    reference: Tensor | None, found: Tensor | None, passed: Iterable[torch.dtype] = ()
+) -> bool:
+    """Whether two gradients of the same thing differ by more than rounding, also to the types that
+    they ``passed`` through.
+    """
     if reference is None or found is None:
         present = reference if reference is not None else found
         return present is not None and bool(present.abs().max() > 0)
@@ -162,7 +166,7 @@ def differing(reference: Tensor | None, found: Tensor | None) -> bool:
     if reference.numel() == 0:
         return False
     reference, found = _dense(reference), _dense(found)
-    tolerance = max(TOLERANCE.get(reference.dtype, 1e-4), TOLERANCE.get(found.dtype, 1e-4))
+    tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in (reference.dtype, found.dtype, *passed))
     scale = reference.abs().max().double()
     error = (reference - found).abs().max().double()
     return not bool(error <= tolerance * scale + 1e-30) and not bool(

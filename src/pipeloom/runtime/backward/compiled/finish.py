@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.parts import Finish
 from pipeloom.runtime.backward.recipes import Operands, Recipe
+from pipeloom.runtime.backward.sums import add_product
 
 __all__ = ["recipes_of", "take"]
 
@@ -18,7 +20,7 @@ __all__ = ["recipes_of", "take"]
 def recipes_of(cut: Cut) -> dict[int, Recipe]:
     """Operand → how its gradient is computed from what ``take`` gives."""
     return {
-        operand: PRODUCTS[finish.product] if finish.product else _shared(place)
+        operand: _product(finish.product) if finish.product else _shared(place)
         for finish in cut.finishes
         for place, operand in enumerate(finish.operands)
     }
@@ -41,28 +43,21 @@ def _no_node(node: Any) -> Operands:
     raise AssertionError("compiled code leaves its operands by itself")
 
 
-def _multiply(right: Tensor, taken: Operands, transposed: bool) -> Tensor:
-    return torch.matmul(right.mT, taken[0].mT) if transposed else torch.matmul(taken[0], right)
-
-
-def _add_product(total: Tensor, right: Tensor, taken: Operands, transposed: bool) -> None:
+def _add(total: Tensor, right: Tensor, taken: Operands, transposed: bool) -> None:
     if transposed:
-        total.addmm_(right.mT, taken[0].mT)
+        add_product(total, right.mT, taken[0].mT)
     else:
-        total.addmm_(taken[0], right)
+        add_product(total, taken[0], right)
 
 
-def _add_products(total: Tensor, right: Tensor, taken: Operands, transposed: bool) -> None:
-    if transposed:
-        total.baddbmm_(right.mT, taken[0].mT)
-    else:
-        total.baddbmm_(taken[0], right)
+@cache
+def _product(dtype: torch.dtype) -> Recipe:
+    def compute(right: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        left = taken[0]
+        product = torch.matmul(right.mT, left.mT) if transposed else torch.matmul(left, right)
+        return product.to(dtype)
 
-
-PRODUCTS = {
-    "mm": Recipe(None, None, _no_node, _multiply, _add_product),
-    "bmm": Recipe(None, None, _no_node, _multiply, _add_products),
-}
+    return Recipe(None, None, _no_node, compute, _add)
 
 
 # ── everything else ─────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = ["PRODUCTS", "VIEWS", "aten", "factors", "kind", "swaps_last_two", "work"]
+from pipeloom.runtime.backward.sums import HALF
+
+__all__ = ["PRODUCTS", "VIEWS", "aten", "factors", "kind", "swaps_last_two", "widens", "work"]
 
 aten = torch.ops.aten
 
@@ -99,3 +101,16 @@ def swaps_last_two(node: Node) -> bool:
         one, other = (dim % num_dims for dim in dims or (0, 1))
         order[one], order[other] = other, one
     return num_dims > 1 and order == [*range(num_dims - 2), num_dims - 1, num_dims - 2]
+
+
+def widens(node: Node) -> bool:
+    """Whether a node does no more than make float32 of half precision."""
+    if kind(node) not in (aten._to_copy, torch.ops.prims.convert_element_type):
+        return False
+    given, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return (
+        given.dtype in HALF
+        and made.dtype == torch.float32
+        and given.device == made.device
+        and made.layout is torch.strided
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -14,6 +15,7 @@ from pipeloom.runtime.backward.compiled.operations import (
     aten,
     kind,
     swaps_last_two,
+    widens,
     work,
 )
 
@@ -24,15 +26,15 @@ __all__ = ["Finish", "above", "closure", "extract", "make_finish"]
 class Finish:
     """What W does for some operands, from values that I left.
 
-    ``run(*values)`` gives the gradients of ``operands`` in turn; for a ``product`` (``"mm"`` or
-    ``"bmm"``) its two factors instead, so that they can be multiplied right into ``.grad``.
-    ``work`` counts multiplications, about.
+    ``run(*values)`` gives the gradients of ``operands`` in turn; for a product its two factors
+    instead, so that they can be multiplied right into ``.grad``; ``product`` is then the type of
+    the gradient, which may be wider than theirs. ``work`` counts multiplications, about.
     """
 
     operands: tuple[int, ...]
     values: tuple[int, ...]
     run: Callable[..., tuple[Any, ...]]
-    product: str | None
+    product: torch.dtype | None
     work: int
 
 
@@ -91,7 +93,7 @@ def make_finish(
     made = {value: tail.placeholder(f"value_{place}") for place, value in enumerate(used)}
     for node in nodes:
         if node is product:
-            break  # what follows is its transpositions
+            break  # what follows is its transpositions and casts
         copy = made[node] = tail.node_copy(node, made.__getitem__)
         if kind(copy) in (aten.view, aten._unsafe_view):
             copy.target = aten.reshape.default  # what I leaves may have strides of its own
@@ -102,21 +104,21 @@ def make_finish(
     left, right = product.all_input_nodes[0], product.all_input_nodes[-1]  # one node if squared
     tail.output((made[left], made[right]))
     run: Callable[..., Any] = GraphModule(module, tail)
-    name = "mm" if kind(product) is aten.mm else "bmm"
-    return Finish(operands, reads, _turned(run) if turned % 2 else run, name, total)
+    dtype = outputs[operands[0]].meta["val"].dtype
+    return Finish(operands, reads, _turned(run) if turned % 2 else run, dtype, total)
 
 
 def _product_of(output: Node, nodes: Sequence[Node]) -> tuple[Node | None, int]:
     """The product that an output is, and how often it is transposed after that."""
     below: list[Node] = []
     node = output
-    while swaps_last_two(node):
+    while swaps_last_two(node) or widens(node):
         below.append(node)
         node = node.all_input_nodes[0]
     rest = set(nodes) - {node, *below}
     if kind(node) not in (aten.mm, aten.bmm) or any(kind(one) not in VIEWS for one in rest):
         return None, 0
-    return node, len(below)
+    return node, sum(map(swaps_last_two, below))
 
 
 def _turned(product: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
