@@ -1,6 +1,6 @@
 """What splitting a stage's backward costs, in time and in memory, beside torch's own functions.
 
-Each row is one transformer stage and one microbatch. ``F+B`` is plain autograd; ``F+I+W`` is run by
+Each row is one stage, of transformer blocks or of experts, and one microbatch. ``F+B`` is plain autograd; ``F+I+W`` is run by
 ``pipeloom`` (method ``auto``) and by ``stage_backward_input`` and ``stage_backward_weight`` of
 ``torch.distributed.pipelining``, alternating in one process, so that the ratios hold whatever else
 the machine does. Times are medians (of the process's own time on CPU). Memory is what is alive
@@ -56,6 +56,21 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Experts(nn.Module):
+    """Experts that are used one by one, each by a slice of the tokens."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.norm(x).chunk(len(self.up), dim=1)
+        done = [F.gelu(part @ self.up[i]) @ self.down[i] for i, part in enumerate(parts)]
+        return x + torch.cat(done, dim=1)
+
+
 @dataclass
 class Case:
     """One stage."""
@@ -63,10 +78,19 @@ class Case:
     layers: int
     width: int
     tokens: int
+    experts: int = 0
+
+    def block(self) -> nn.Module:
+        """One of its layers."""
+        return Experts(self.width, self.experts) if self.experts else Block(self.width)
+
+    def __str__(self) -> str:
+        what = f"{self.layers} layers, d {self.width}, {self.tokens} tokens"
+        return f"{what}, {self.experts} experts" if self.experts else what
 
 
-CUDA_CASES = [Case(4, 4096, 2048), Case(8, 1024, 1024), Case(4, 512, 256)]
-CPU_CASES = [Case(2, 384, 192), Case(8, 256, 128), Case(4, 128, 32)]
+CUDA_CASES = [Case(4, 4096, 2048), Case(8, 1024, 1024), Case(4, 512, 256), Case(4, 1024, 2048, 8)]
+CPU_CASES = [Case(2, 384, 192), Case(8, 256, 128), Case(4, 128, 32), Case(4, 128, 128, 8)]
 
 
 KINDS = ("eager", "compiled", "captured")
@@ -92,7 +116,7 @@ class Bench:
         self.case, self.device = case, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
-        blocks = [Block(case.width) for _ in range(case.layers)]
+        blocks = [case.block() for _ in range(case.layers)]
         self.module = nn.Sequential(*blocks).to(device=device, dtype=dtype)
         shape = (1, case.tokens, case.width)
         self.x = torch.randn(shape, device=device, dtype=dtype)
@@ -216,7 +240,7 @@ def measure(case: Case, device: str, kind: str, rounds: int) -> Row:
     # What a captured stage holds, it holds always.
     held = {name: bench.memory(name) for name in bench.ways if (kind, name) != ("captured", "ours")}
     return Row(
-        f"{case.layers} layers, d {case.width}, {case.tokens} tokens",
+        str(case),
         times["full"],
         times["ours"],
         times.get("torch"),
@@ -235,12 +259,12 @@ def show(rows: list[Row], title: str) -> None:
     """Print the table."""
     print(f"\n{title}")
     print(
-        f"{'stage':28}{'F+B ms':>9}{'F+I+W':>9}{'ratio':>7}{'torch':>9}{'ratio':>7}"
+        f"{'stage':38}{'F+B ms':>9}{'F+I+W':>9}{'ratio':>7}{'torch':>9}{'ratio':>7}"
         f"{'held F MB':>11}{'I to W':>9}{'/F':>6}{'torch':>9}{'/torch':>8}"
     )
     for row in rows:
         print(
-            f"{row.stage:28}{row.full:9.2f}{row.ours:9.2f}{row.ours / row.full:7.2f}"
+            f"{row.stage:38}{row.full:9.2f}{row.ours:9.2f}{row.ours / row.full:7.2f}"
             f"{cell(row.torch, 9)}{cell(row.torch, 7, per=row.full)}"
             f"{row.held_after_forward:11.2f}{cell(row.held_ours, 9)}"
             f"{cell(row.held_ours, 6, per=row.held_after_forward)}{cell(row.held_torch, 9)}"
