@@ -102,6 +102,41 @@ def test_convolutions_with_the_compiler() -> None:
     assert set(deferred) == {"first.weight", "second.weight", "back.weight"}
 
 
+class TableAndExperts(nn.Module):
+    """What the compiler writes with operations of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH, padding_idx=3)
+        self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return torch.cat([torch.tanh(part @ self.experts[i]) for i, part in enumerate(x.chunk(3))])
+
+
+def test_tables_and_slices_with_the_compiler() -> None:
+    torch.manual_seed(0)
+    module = TableAndExperts().to(DTYPE)
+    batches = [[torch.randint(0, 16, (6, 5))] for _ in range(3)]
+    truth = accumulate(module, batches)
+    compile_all(module, COMPILED)
+    backward = choose_method(module, hold_at_most=None)
+    kept: list[int] = []
+    run_split(
+        backward,
+        module,
+        batches,
+        truth,
+        after_input=lambda index, saved: kept.append(backward.held_bytes(saved)),
+    )
+    assert_same_parameters(module, truth.module)
+    assert set(backward.choice.deferred) == {"table.weight", "experts"}
+    # Tokens, which of them count, and the gradient of what was looked up; for the experts' products
+    # what was looked up and the gradient of their results.
+    assert max(kept) <= (6 * 5) * (8 + 1 + 3 * 8 * WIDTH)
+
+
 @pytest.mark.parametrize("compile_it", [compile_blocks, compile_all])
 def test_autocast(compile_it: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(0)

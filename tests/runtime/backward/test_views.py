@@ -23,6 +23,7 @@ from tests.runtime.backward.small import x_of
 from tests.runtime.backward.zoo import DTYPE
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 Use = Callable[[Tensor, Tensor], Tensor]
 
@@ -147,6 +148,39 @@ def test_which_are_added_in_place(name: str, first: bool) -> None:
     assert in_place(module, x_of(*x_shape), grad) == expected
     if grad is not None:
         assert module.weight.grad is grad
+
+
+# Products that are no matrices' products, that the compiler finds to be one and the same, and that
+# it pads by an operation of its own.
+ONLY_UNCOMPILED = {"a product by convolution", "part of a table", "unbound", "parts that overlap"}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_which_products_of_compiled_code_are_added_by_themselves(name: str) -> None:
+    shape, x_shape, use, in_place = USES[name]
+    module = Uses(shape, use)
+    compiled = torch.compile(module, backend="pipeloom_eager")
+    backward = choose_method(compiled, hold_at_most=None)
+    saved = run_forward(backward, compiled, x_of(*x_shape), 0)
+    backward.input(saved, [torch.ones_like(module(*x_of(*x_shape)))])
+    expected = in_place and name not in ONLY_UNCOMPILED
+    assert all(p.use.recipe.add_to is not None for p in saved.pending.products) == expected
+    backward.weight(saved)
+
+
+def test_parts_of_a_compiled_gradient_pass_hooks_as_one() -> None:
+    """Three products, one hook: it sees their sum, padded, once a microbatch."""
+    shape, x_shape, use, _ = USES["each expert"]
+    module = Uses(shape, use)
+    seen: list[Tensor] = []
+    batches = [x_of(*x_shape) for _ in range(3)]
+    truth = accumulate(module, batches)
+    module.weight.register_hook(lambda grad: seen.append(grad))
+    compiled = torch.compile(module, backend="pipeloom_eager")
+    run_split(choose_method(compiled, strict=True), compiled, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert len(seen) == 3
+    torch.testing.assert_close(sum(seen), truth.module.weight.grad)
 
 
 def test_a_gradient_whose_strides_allow_no_such_view() -> None:

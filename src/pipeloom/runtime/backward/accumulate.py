@@ -29,7 +29,6 @@ from pipeloom.runtime.backward.listeners import Listeners, pass_parameters
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Plan, Unit
 from pipeloom.runtime.backward.self_check import muted_hooks
-from pipeloom.runtime.backward.views import follow
 from pipeloom.runtime.backward.walk import Edge, accumulation_below
 
 __all__ = ["add_early", "add_weight_gradients", "weight_gradients"]
@@ -100,7 +99,10 @@ def _run_to_parameters(pending: Pending, edges: Sequence[Edge], grads: Sequence[
 
 
 def _compute(product: Product) -> Tensor:
-    return product.use.recipe.compute(product.grad, product.operands, False)
+    """The gradient at the edge where it enters the graph."""
+    use = product.use
+    gradient = use.recipe.compute(product.grad, product.operands, False)
+    return gradient if use.window is None else use.window.pad(gradient)
 
 
 def _own(kept: Gradient, plan: Plan) -> Tensor:
@@ -184,13 +186,13 @@ def weight_gradients(pending: Pending) -> dict[int, Tensor]:
 def _through_views(pending: Pending, product: Product) -> tuple[Edge, Tensor] | None:
     """Where only views lie between, the gradient of the whole parameter, as W would add to it."""
     leaf = product.use.leaf
-    if leaf is None or product.by_engine or not product.use.views:
+    if leaf is None or product.by_engine or not product.use.is_part:
         return None
     total = torch.zeros_like(pending.nodes[leaf].variable, requires_grad=False)
-    part = follow(total, pending.nodes, product.use.views)
+    part = product.use.see(total, pending.nodes)
     if part is None:
         return None
-    part.add_(_compute(product))
+    part.add_(product.use.recipe.compute(product.grad, product.operands, False))
     return (leaf, 0), total
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipeloom.runtime.backward.pending import Pending, Product
 from pipeloom.runtime.backward.sums import takes_products
-from pipeloom.runtime.backward.views import follow
 
 __all__ = ["Additions", "find_targets"]
 
@@ -40,7 +39,7 @@ def find_targets(pending: Pending, leaves: Iterable[int]) -> dict[int | None, Te
         if parameter is not None and (
             product.by_engine
             or not _fits(parameter, product.grad, cast=product.use.cast)
-            or (product.use.views and not _sees(pending, product, parameter))
+            or (product.use.is_part and not _sees(pending, product, parameter))
         ):
             targets[leaf_or_none] = None
     for kept in pending.gradients:
@@ -82,7 +81,7 @@ def _sees(pending: Pending, product: Product, parameter: Tensor) -> bool:
         if total is None
         else torch.empty_strided(total.shape, total.stride(), device="meta")
     )
-    product.seen = follow(stand_in, pending.nodes, product.use.views)
+    product.seen = product.use.see(stand_in, pending.nodes)
     return product.seen is not None
 
 
@@ -119,9 +118,9 @@ class Additions:
                 total = self._zeros(parameter, dtype)  # other views will add to other parts
             part = _through(total, product.seen)
             if is_wide and recipe.add_to is not None:
-                recipe.add_to(part, grad, product.operands, use.transposed)
+                recipe.add_to(part, grad, product.operands, False)
             else:
-                part.add_(recipe.compute(grad, product.operands, use.transposed))
+                part.add_(recipe.compute(grad, product.operands, False))
             return
         if total is None and is_wide and dtype != grad.dtype:
             total = self._zeros(parameter, dtype)  # a value would be rounded before it is added

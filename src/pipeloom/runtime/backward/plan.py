@@ -27,21 +27,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from pipeloom.runtime.backward.checkpointing import saves_recomputed
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.finish import recipes_of
 from pipeloom.runtime.backward.compiled.parts import Finish
+from pipeloom.runtime.backward.compiled.windows import Window
 from pipeloom.runtime.backward.recipes import Recipe
 from pipeloom.runtime.backward.regions import Entry, Regions, Turn
+from pipeloom.runtime.backward.views import follow
 from pipeloom.runtime.backward.walk import Edge, Graph
 from pipeloom.runtime.backward.ways import Halve, Ways, find_ways
 
 __all__ = ["Deferred", "Halved", "InInput", "Plan", "Rerun", "Unit", "make_plan"]
 
 
-Unit = tuple[int, int | None]
+Unit = tuple[int, int | None]  # a node; if it is compiled, which of its finishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,24 @@ class Deferred:
     cast: bool  # its type or device changes on the way
     views: tuple[Edge, ...]  # what the chain is, if more than a transposition
     packed: bool  # the activation is not there before its node runs
-    unit: Unit  # the same for what is computed at one time: the products of a node, unless compiled
+    unit: Unit  # the same for what is computed at one time: the products of a node or of a finish
     work: int | None = None  # about how many multiplications, where the tensors do not tell
+    window: Window | None = None  # of compiled code: the part of the gradient that this gives
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is more than a product of the parameter's own shape, or the transposed."""
+        return bool(self.views) or self.window is not None
+
+    def see(self, total: Tensor, nodes: Mapping[int, Any]) -> Tensor | None:
+        """What is added to, of a tensor of the parameter's shape, if it can be seen so."""
+        seen = follow(total, nodes, self.views)
+        if seen is None or self.window is None:
+            return seen
+        try:
+            return self.window.see(seen.mT if self.transposed else seen)
+        except RuntimeError:  # strides that allow no such view
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +255,8 @@ class _Assembly:
         packed: bool,
         *,
         capture: int | None,
-        work: int | None = None,
+        finish: Finish | None = None,
+        at: int | None = None,
     ) -> Deferred:
         plain = self.plain[edge]
         return Deferred(
@@ -251,8 +271,9 @@ class _Assembly:
             cast=bool(plain and plain.cast),
             views=plain.views if plain else (),
             packed=packed,
-            unit=(use[0], use[1] if capture is None else None),
-            work=work,
+            unit=(use[0], at),
+            work=finish.work // len(finish.operands) if finish else None,
+            window=finish.window if finish else None,
         )
 
     def _reruns(self) -> tuple[Rerun, ...]:
@@ -308,11 +329,12 @@ class _Assembly:
                             recipes[operand],
                             False,
                             capture=None,
-                            work=finish.work // len(finish.operands),
+                            finish=finish,
+                            at=place,
                         )
                         for operand in finish.operands
                     ),
                 )
-                for finish in cut.finishes
+                for place, finish in enumerate(cut.finishes)
             ),
         )

@@ -20,6 +20,8 @@ from operator import or_
 import torch
 from torch import Tensor
 
+from pipeloom.runtime.backward.compiled.cut import Cut
+from pipeloom.runtime.backward.compiled.parts import Finish
 from pipeloom.runtime.backward.plan import Plan
 from pipeloom.runtime.backward.walk import Edge, GraphShape
 
@@ -44,6 +46,7 @@ class _Symbols:
         self.shape = shape
         self.random = random.Random(20240917)
         self.factor: dict[tuple[int, int, int], int] = {}
+        self.shares: dict[tuple[int, int], int] = {}
         self.order = self._topological()
         self.rank = {node: place for place, node in enumerate(self.order)}
         # One bit for each node that is ever asked for; for each node the bits of those at or below.
@@ -81,9 +84,20 @@ class _Symbols:
         total = 0
         for output_nr, grad in grads.items():
             key = (node, operand, output_nr)
-            factor = self.factor.setdefault(key, self.random.randrange(1, PRIME))
+            factor = self.factor.setdefault(key, self.number())
             total += factor * grad
         return total % PRIME
+
+    def share(self, cut: Cut, finish: Finish, operand: int) -> int:
+        """How much of the operand's gradient a finish gives: random numbers that add up to one over
+        all finishes of the operand.
+        """
+        first, *others = [id(one) for one in cut.finishes if operand in one.operands]
+        parts = {other: self.shares.setdefault((other, operand), self.number()) for other in others}
+        return 1 - sum(parts.values()) if id(finish) == first else parts[id(finish)]
+
+    def number(self) -> int:
+        return self.random.randrange(1, PRIME)
 
     def run(
         self,
@@ -122,7 +136,7 @@ def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
     inputs = {(index, 0) for index in shape.inputs if index >= 0}
     targets = {edge for again in plan.reruns for edge in again.targets}
     symbols = _Symbols(shape, {*plan.captures, *inputs, *targets})
-    start = [(edge, symbols.random.randrange(1, PRIME)) for edge in shape.roots]
+    start = [(edge, symbols.number()) for edge in shape.roots]
     truth = symbols.run(start)
     undone = {(half.node, operand) for half in plan.halved for operand in half.cut.later}
     seen = symbols.run(start, set(plan.captures) | inputs, undone)
@@ -135,11 +149,11 @@ def structural_faults(shape: GraphShape, plan: Plan) -> set[int]:
         later.append((use.target, symbols.through(use.node, use.operand, grads)))
     for half in plan.halved:
         grads = {nr: seen[half.node, nr] for nr in produced.get(half.node, ())}
-        later += [
-            (use.target, symbols.through(use.node, use.operand, grads))
-            for _, uses in half.uses
-            for use in uses
-        ]
+        for finish, uses in half.uses:
+            for use in uses:
+                share = symbols.share(half.cut, finish, use.operand)
+                whole = symbols.through(use.node, use.operand, grads)
+                later.append((use.target, whole * share % PRIME))
     for again in plan.reruns:
         start_again = [
             ((again.node, nr), seen.get((again.node, nr), 0)) for nr, _ in again.captures

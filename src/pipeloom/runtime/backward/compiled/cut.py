@@ -30,13 +30,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pipeloom.runtime.backward.compiled.operations import PRODUCTS, VIEWS, aten, factors, kind
+from pipeloom.runtime.backward.compiled.operations import (
+    PRODUCTS,
+    aten,
+    costs_nothing,
+    factors,
+    kind,
+)
 from pipeloom.runtime.backward.compiled.parts import (
     Finish,
     above,
     closure,
     extract,
-    make_finish,
+    make_finishes,
 )
 
 __all__ = ["Cut", "cut_backward", "made_of"]
@@ -119,8 +125,11 @@ def cut_backward(module: GraphModule, places: Mapping[int, int], weights: Set[st
             for value in values
         ),
         finishes=tuple(
-            make_finish(module, operands, sorted(nodes, key=order.__getitem__), later, values)
+            finish
             for operands, nodes in groups.items()
+            for finish in make_finishes(
+                module, operands, sorted(nodes, key=order.__getitem__), later, values
+            )
         ),
     )
 
@@ -176,9 +185,9 @@ def _own(output: Node, needed: Set[Node], products: Set[Node]) -> set[Node]:
         ):
             below.add(node)
     todo = list(below)
-    while todo:  # views of what I leaves are made at W: they cost no memory there
+    while todo:  # made at W, such as views of what I leaves, it costs no memory between
         for node in todo.pop().all_input_nodes:
-            if node in alone and node not in below and kind(node) in VIEWS:
+            if node in alone and node not in below and costs_nothing(node):
                 below.add(node)
                 todo.append(node)
     return below

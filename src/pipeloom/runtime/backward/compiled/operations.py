@@ -12,7 +12,18 @@ from torch.fx import Node
 
 from pipeloom.runtime.backward.sums import HALF
 
-__all__ = ["PRODUCTS", "VIEWS", "aten", "factors", "kind", "swaps_last_two", "widens", "work"]
+__all__ = [
+    "PRODUCTS",
+    "VIEWS",
+    "aten",
+    "costs_nothing",
+    "factors",
+    "is_zero",
+    "kind",
+    "swaps_last_two",
+    "widens",
+    "work",
+]
 
 aten = torch.ops.aten
 
@@ -22,6 +33,7 @@ TABLES = frozenset(
         aten.embedding_dense_backward,
         aten.index_put,
         aten._unsafe_index_put,
+        aten._unsafe_masked_index_put_accumulate,
         aten.index_add,
         aten.scatter_add,
     }
@@ -53,6 +65,9 @@ VIEWS = frozenset(
         aten.view,
     }
 )
+
+# The same every time, and made of nothing.
+CONSTANTS = frozenset({aten.arange, aten.full, aten.ones, aten.scalar_tensor, aten.zeros})
 
 
 def kind(node: Node) -> Any:
@@ -114,3 +129,15 @@ def widens(node: Node) -> bool:
         and given.device == made.device
         and made.layout is torch.strided
     )
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a node is a tensor of zeros."""
+    if kind(node) is aten.full:
+        return bool(node.args[1] == 0)
+    return kind(node) is aten.zeros
+
+
+def costs_nothing(node: Node) -> bool:
+    """Whether a node is better made twice than kept: a view, or a constant."""
+    return kind(node) in VIEWS or (kind(node) in CONSTANTS and not node.all_input_nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from pipeloom.runtime.backward.compiled.operations import (
     VIEWS,
     aten,
     kind,
-    swaps_last_two,
-    widens,
     work,
 )
+from pipeloom.runtime.backward.compiled.windows import Window, find_windows
 
-__all__ = ["Finish", "above", "closure", "extract", "make_finish"]
+__all__ = ["Finish", "above", "closure", "extract", "make_finishes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +27,17 @@ class Finish:
     """What W does for some operands, from values that I left.
 
     ``run(*values)`` gives the gradients of ``operands`` in turn; for a product its two factors
-    instead, so that they can be multiplied right into ``.grad``; ``product`` is then the type of
-    the gradient, which may be wider than theirs. ``work`` counts multiplications, about.
+    instead, so that they can be multiplied right into ``.grad``. ``product`` is then the type of
+    the gradient, which may be wider than theirs, and ``window`` the part of it that they give, if
+    they do not give all. ``work`` counts multiplications, about.
     """
 
     operands: tuple[int, ...]
     values: tuple[int, ...]
     run: Callable[..., tuple[Any, ...]]
-    product: torch.dtype | None
     work: int
+    product: torch.dtype | None = None
+    window: Window | None = None
 
 
 def above(outputs: Iterable[Any]) -> set[Node]:
@@ -76,52 +78,67 @@ def extract(
     return GraphModule(module, half), reads
 
 
-def make_finish(
+def make_finishes(
     module: GraphModule,
     operands: tuple[int, ...],
     nodes: Sequence[Node],
     outputs: Mapping[int, Node],
     values: Mapping[Node, int],
-) -> Finish:
-    """The code that W runs for some operands, and which of the values it reads.
+) -> list[Finish]:
+    """The code that W runs for some operands, and which of the values it reads: one piece for each
+    product that an operand's gradient consists of, or one for all that there is to do.
 
     ``nodes`` are in the graph's order, and read nothing but each other and the values.
     """
-    product, turned = (None, 0) if len(operands) > 1 else _product_of(outputs[operands[0]], nodes)
-    used = [value for value in values if any(value in node.all_input_nodes for node in nodes)]
+    results = [outputs[at] for at in operands]
+    windows = find_windows(results[0]) if len(operands) == 1 else []
+    factors = [_before(product, nodes) for product, _ in windows]
+    if (
+        not windows
+        or not {product for product, _ in windows} <= set(nodes)
+        or any(kind(node) not in VIEWS for node in chain(*factors))
+    ):
+        run, reads = _extract_tail(module, nodes, values, results)
+        return [Finish(operands, reads, run, sum(map(work, nodes)))]
+    dtype = results[0].meta["val"].dtype
+    finishes: list[Finish] = []
+    for (product, window), before in zip(windows, factors, strict=True):
+        left, right = product.all_input_nodes[0], product.all_input_nodes[-1]  # one if squared
+        run, reads = _extract_tail(module, before, values, (left, right))
+        if window.only_turns:
+            run = _turned(run) if len(window.steps) % 2 else run
+            finishes.append(Finish(operands, reads, run, work(product), dtype))
+        else:
+            finishes.append(Finish(operands, reads, run, work(product), dtype, window))
+    return finishes
+
+
+def _before(node: Node, nodes: Sequence[Node]) -> list[Node]:
+    """Those of the nodes that lead to a node, in their order."""
+    found = above([node]) - {node}
+    return [one for one in nodes if one in found]
+
+
+def _extract_tail(
+    module: GraphModule, nodes: Sequence[Node], values: Mapping[Node, int], results: Sequence[Node]
+) -> tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]:
+    """Code that makes the results of some of the values, and which."""
+    used = [
+        value
+        for value in values
+        if value in results or any(value in node.all_input_nodes for node in nodes)
+    ]
     tail = Graph()
-    made = {value: tail.placeholder(f"value_{place}") for place, value in enumerate(used)}
+    made = {value: tail.placeholder(f"value_{values[value]}") for value in used}
     for node in nodes:
-        if node is product:
-            break  # what follows is its transpositions and casts
         copy = made[node] = tail.node_copy(node, made.__getitem__)
         if kind(copy) in (aten.view, aten._unsafe_view):
             copy.target = aten.reshape.default  # what I leaves may have strides of its own
-    reads, total = tuple(values[value] for value in used), sum(map(work, nodes))
-    if product is None:
-        tail.output(tuple(made[outputs[operand]] for operand in operands))
-        return Finish(operands, reads, GraphModule(module, tail), None, total)
-    left, right = product.all_input_nodes[0], product.all_input_nodes[-1]  # one node if squared
-    tail.output((made[left], made[right]))
-    run: Callable[..., Any] = GraphModule(module, tail)
-    dtype = outputs[operands[0]].meta["val"].dtype
-    return Finish(operands, reads, _turned(run) if turned % 2 else run, dtype, total)
+    tail.output(tuple(made[result] for result in results))
+    return GraphModule(module, tail), tuple(values[value] for value in used)
 
 
-def _product_of(output: Node, nodes: Sequence[Node]) -> tuple[Node | None, int]:
-    """The product that an output is, and how often it is transposed after that."""
-    below: list[Node] = []
-    node = output
-    while swaps_last_two(node) or widens(node):
-        below.append(node)
-        node = node.all_input_nodes[0]
-    rest = set(nodes) - {node, *below}
-    if kind(node) not in (aten.mm, aten.bmm) or any(kind(one) not in VIEWS for one in rest):
-        return None, 0
-    return node, sum(map(swaps_last_two, below))
-
-
-def _turned(product: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _turned(product: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """``(L·R)ᵀ = Rᵀ·Lᵀ``."""
 
     def run(*values: Any) -> tuple[Tensor, Tensor]:
