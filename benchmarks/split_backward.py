@@ -1,11 +1,11 @@
 """What splitting a stage's backward costs, in time and in memory, beside torch's own functions.
 
-Each row is one stage, of transformer blocks or of experts, and one microbatch. ``F+B`` is plain autograd; ``F+I+W`` is run by
-``pipeloom`` (method ``auto``) and by ``stage_backward_input`` and ``stage_backward_weight`` of
-``torch.distributed.pipelining``, alternating in one process, so that the ratios hold whatever else
-the machine does. Times are medians (of the process's own time on CPU). Memory is what is alive
-beyond the weights and their gradients: after F, and between I and W (on CUDA by the allocator, on
-CPU by counting what the graph and the kept state hold).
+Each row is one stage, of transformer blocks or of experts, and one microbatch. ``F+B`` is plain
+autograd; ``F+I+W`` is run by ``pipeloom`` (method ``auto``) and by ``stage_backward_input`` and
+``stage_backward_weight`` of ``torch.distributed.pipelining``, alternating in one process, so that
+the ratios hold whatever else the machine does. Times are medians (of the process's own time on
+CPU). Memory is what is alive beyond the weights and their gradients: after F, and between I and W
+(on CUDA by the allocator, on CPU by counting what the graph and the kept state hold).
 
 A second table has the same stages with every block compiled: ``F+B`` by torch's own compiler,
 ``F+I+W`` by the backend ``pipeloom``. torch's functions cannot split those. With a CUDA device

@@ -169,7 +169,8 @@ def _prepare_halves(graph: Graph, plan: Plan) -> str | None:
         try:
             halves.prepare(half.cut)
         except Exception as error:  # a compiler may raise anything
-            return f"half of a compiled backward does not compile: {error}"
+            first_line = str(error).strip().partition("\n")[0]
+            return f"half of a compiled backward does not compile: {first_line}"
     return None
 
 

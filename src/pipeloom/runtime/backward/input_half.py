@@ -48,7 +48,7 @@ def run_input(
         with hooks.leaving_out():
             during.enter_context(operands.taken_as_nodes_run())
             arrived = during.enter_context(_noted_arrivals(graph, plan.captures if hooked else ()))
-        answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
+            answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
         ends = [(leaf, 0) for leaf in plan.leaves]
         gradients, captured = run_engine(
             graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
@@ -207,7 +207,8 @@ def weights_have_hooks(graph: Graph, plan: Plan, *, since: int) -> bool:
     used = [_seen_weight(graph.nodes[use.node], use) for use in plan.deferred if use.chained]
     if any(weight is not None and weight._backward_hooks for weight in used):
         return True
-    between = plan.weight_only - plan.leaf_set if plan.reruns else ()  # boxes hide the tensors
+    # Boxes hide the tensors, and compiled code does not show them.
+    between = plan.weight_only - plan.leaf_set if plan.reruns or plan.halved else ()
     return any(graph.nodes[index]._sequence_nr() < since for index in between)
 
 

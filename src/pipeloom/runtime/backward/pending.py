@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -69,10 +70,27 @@ class Pending:
     missing: list[Edge] = field(default_factory=list)  # that nothing came to
     # Parameters that were added to in place, each with its node.
     arrived: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    # Tensors of others that share memory with what products will use, in which a change would show
+    # nowhere else: compiled code makes views that do not count along.
+    shared: list[tuple[Edge, Tensor]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self.nodes[edge[0]], edge[1])
+
+    def watch(self, given: Sequence[Tensor]) -> None:
+        """Notice changes of these as well, as far as products will read them."""
+        places = {
+            tensor.untyped_storage()._cdata: product.use.target
+            for product in self.products
+            for tensor in product.tensors()
+            if type(tensor) is Tensor and tensor.layout is torch.strided
+        }
+        for tensor in given:
+            if type(tensor) is Tensor and tensor.layout is torch.strided:
+                edge = places.get(tensor.untyped_storage()._cdata)
+                if edge is not None:
+                    self.shared.append((edge, tensor))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held."""
@@ -104,6 +122,7 @@ class Pending:
         used += [kept.grad for kept in self.gradients]
         for _, _, grads in self.reruns:
             used += grads
+        used += [tensor for _, tensor in self.shared]
         return used
 
     def _used_at(self) -> Iterator[tuple[Sequence[Edge], list[Tensor]]]:
@@ -114,6 +133,8 @@ class Pending:
             yield [kept.target], kept.tensors()
         for _, asked, grads in self.reruns:
             yield asked, grads
+        for edge, tensor in self.shared:
+            yield [edge], [tensor]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

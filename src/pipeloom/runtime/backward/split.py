@@ -29,6 +29,7 @@ from pipeloom.runtime.backward.budget import (
     storages,
     units_computed_early,
 )
+from pipeloom.runtime.backward.compiled.halves import engine_is_compiled
 from pipeloom.runtime.backward.decide import Decision, decide
 from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.input_half import run_input, weights_have_hooks
@@ -54,7 +55,7 @@ __all__ = ["SplitBackward"]
 # gains nothing from remembering.
 MOST_PLANS = 64
 
-Key = tuple[GraphShape, bool, bool]  # boxed, hooked
+Key = tuple[GraphShape, bool, bool, bool]  # boxed, hooked, engine compiled
 
 
 class SplitBackward:
@@ -186,6 +187,8 @@ class SplitBackward:
             limit = self._limit(graph, decision)
             gradients, pending = run()
             add_early(pending, self._choose_early(decision, pending, limit))
+            if decision.plan.halved:
+                pending.watch([*inputs, *grads])
             saved.pending = pending
             return gradients
         self._checked.add(decision)
@@ -307,7 +310,7 @@ class SplitBackward:
     def _decide_for(
         self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool, hooked: bool
     ) -> Decision:
-        key = (graph.shape, boxed, hooked)
+        key = (graph.shape, boxed, hooked, engine_is_compiled())
         decision = self._decisions.get(key)
         if decision is not None and decision.fits(graph):
             return decision

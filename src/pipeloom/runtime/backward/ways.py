@@ -59,10 +59,14 @@ class Ways:
             cut = halve(self.regions.nodes[node], operands) if operands else None
             if cut is None:
                 continue
-            below = (child for child, _ in self.regions.shape.children[node])
-            if not any(child in self.regions.data for child in below):
-                # Nothing below makes the engine run the node, so it is asked for what it will not
-                # give. Whatever else leads to that edge would be run as well: nothing else may.
+            below = self.regions.shape.children[node]
+            if not any(
+                child in self.regions.data or (child >= 0 and at not in cut.later)
+                for at, (child, _) in enumerate(below)
+            ):
+                # Nothing below makes the engine run the node, no input and nothing that it computes
+                # in I, so it is asked for what it will not give. Whatever else leads to that edge
+                # would be run as well: nothing else may.
                 alone = self._edge_of_its_own(node, cut)
                 if alone is None:
                     continue

@@ -48,17 +48,18 @@ def compile_for_pipelines(
 
     patches = dict(list_mode_options(mode)) if mode else {}
     patches.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
-    if patches.get("triton.cudagraphs"):
+    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
         raise BackwardMethodError(
             'backend="pipeloom" cannot replay CUDA graphs: they write each microbatch over the one '
             'before, of which several are in flight; use mode="max-autotune-no-cudagraphs", '
-            "or leave out the mode"
+            "or leave out the mode and torch._inductor.config.triton.cudagraphs"
         )
     forward: list[Signature] = []
+    given = _given(example_inputs)  # not the tensors themselves, which nothing here should keep
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], **known: Any) -> Any:
         if not known.get("is_backward"):
-            forward[:] = _signature(graph, example_inputs)
+            forward[:] = _signature(graph, given)
         elif _can_be_cut(graph, forward):
             context = _keep_saved()
             static = frozenset(known.pop("static_input_idxs", ()))
@@ -66,17 +67,28 @@ def compile_for_pipelines(
             def compile_part(part: GraphModule, reads: Sequence[int]) -> Any:
                 with ExitStack() as during:
                     during.enter_context(config.patch(patches))
+                    during.enter_context(_in_a_cache_of_its_own())
                     during.enter_context(torch._guards.tracing(context))
                     during.enter_context(torch.random.fork_rng(_cuda_devices(inputs)))
                     during.enter_context(torch.no_grad())
-                    return compile_fx_inner(
+                    ignored = _num_ignored_guards(context)
+                    compiled = compile_fx_inner(
                         part,
                         [inputs[place] for place in reads],
                         static_input_idxs=[at for at, place in enumerate(reads) if place in static],
                         **known,
                     )
+                    if _num_ignored_guards(context) > ignored:
+                        raise BackwardMethodError(
+                            "compiled now, it would be right for the sizes of this microbatch only"
+                        )
+                    return compiled
 
-            return Halves(graph, forward[0], compile_part)
+            halves = Halves(graph, forward[0], compile_part)
+            if any(isinstance(one, torch.SymInt) for one in inputs):
+                # Compiling finds what must hold of sizes; later nobody would ask whether it does.
+                halves.prepare_whole()
+            return halves
         return compile_fx_inner(graph, inputs, **known)
 
     with _backwards_at_hand():
@@ -95,9 +107,10 @@ def run_eagerly_for_pipelines(
     from torch._dynamo.backends.common import aot_autograd
 
     forward: list[Signature] = []
+    given = _given(example_inputs)
 
     def run_forward(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        forward[:] = _signature(graph, example_inputs)
+        forward[:] = _signature(graph, given)
         return make_boxed_func(graph.forward)
 
     def run_backward(graph: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -146,22 +159,43 @@ def _keep_saved() -> torch._guards.TracingContext | None:
     return context
 
 
-def _signature(graph: GraphModule, example_inputs: Sequence[Any]) -> list[Signature]:
+def _in_a_cache_of_its_own() -> AbstractContextManager[object]:
+    """torch's cache does not tell whether a backward may overwrite what the forward saved."""
+    settings: Any = torch.compiler.config
+    tag = f"{settings.cache_key_tag} pipeloom: keeps what was saved"
+    patched: AbstractContextManager[object] = settings.patch(cache_key_tag=tag)
+    return patched
+
+
+def _num_ignored_guards(context: torch._guards.TracingContext | None) -> int:
+    """How often compiling found that sizes must be so, and could no longer have it asked."""
+    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    return int(shapes.counter["ignored_backward_guard"]) if shapes is not None else 0
+
+
+def _given(example_inputs: Sequence[Any]) -> list[bool] | None:
+    """Which arguments are parameters; ``None`` if some consist of several tensors."""
+    if any(is_traceable_wrapper_subclass(one) for one in example_inputs):
+        return None
+    return [isinstance(one, nn.Parameter) for one in example_inputs]
+
+
+def _signature(graph: GraphModule, given: list[bool] | None) -> list[Signature]:
     """What the arguments of a forward are.
 
     Empty where they are not the ones that autograd sees: tensors that consist of others are taken
     apart on the way.
     """
-    if any(is_traceable_wrapper_subclass(one) for one in example_inputs):
+    if given is None:
         return []
     arguments = graph.graph.find_nodes(op="placeholder")
     tensors = [at for at, one in enumerate(arguments) if isinstance(one.meta.get("val"), Tensor)]
     # Parameters that are not passed to the compiled code are its attributes, and come first.
-    num_attributes = len(arguments) - len(example_inputs)
+    num_attributes = len(arguments) - len(given)
     parameters = frozenset(
         argument.name
         for at, argument in enumerate(arguments)
-        if at < num_attributes or isinstance(example_inputs[at - num_attributes], nn.Parameter)
+        if at < num_attributes or given[at - num_attributes]
     )
     weights = frozenset(node.name for node in made_of(graph.graph, parameters))
     return [Signature(len(arguments), dict(enumerate(tensors)), weights)]

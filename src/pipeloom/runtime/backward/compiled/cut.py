@@ -9,8 +9,9 @@ results to the gradients of all operands. Here is that of ``y = gelu(x·Wᵀ + b
                   ├── sum ───────────► db          I: small, out of the same kernels
                   └── t ── mm(·, x) ─► dW          W: holds dh and x
 
-W's are the weight products and what lies below them: a cast, a sum of two products, a slice. A
-weight product has two factors that depend on the data, and no other such product below it::
+W's are the weight products and what lies below them: a cast, a sum of two products, a slice; also
+the zeros around the gradient of a part of a weight. A weight product has two factors that depend on
+the data, and no other such product below it::
 
     dy·W    carries the gradient on: one factor is a weight
     p·v     of an attention: leads on to the weight products of the layers before
@@ -31,10 +32,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pipeloom.runtime.backward.compiled.operations import (
+    PADS,
     PRODUCTS,
+    VIEWS,
     aten,
-    costs_nothing,
     factors,
+    is_constant,
     kind,
 )
 from pipeloom.runtime.backward.compiled.parts import (
@@ -90,8 +93,14 @@ def cut_backward(module: GraphModule, places: Mapping[int, int], weights: Set[st
     while True:
         later_places = {places[operand] for operand in later}
         needed = above(out for place, out in enumerate(outputs) if place not in later_places)
-        products = _weight_products(graph, above(later.values()) - needed, weights)
-        own = {at: nodes for at, out in later.items() if (nodes := _own(out, needed, products))}
+        alone = above(later.values()) - needed
+        products = _weight_products(graph, alone, weights)
+        pads = {node for node in alone if kind(node) in PADS}
+        own = {
+            at: nodes
+            for at, out in later.items()
+            if (nodes := _own(out, needed, products) or _own(out, needed, pads))
+        }
         if len(own) == len(later):
             break
         later = {operand: later[operand] for operand in own}
@@ -185,9 +194,10 @@ def _own(output: Node, needed: Set[Node], products: Set[Node]) -> set[Node]:
         ):
             below.add(node)
     todo = list(below)
-    while todo:  # made at W, such as views of what I leaves, it costs no memory between
+    while todo:  # views of what I leaves, and constants, cost no memory if they are made at W
         for node in todo.pop().all_input_nodes:
-            if node in alone and node not in below and costs_nothing(node):
+            is_view = node in alone and kind(node) in VIEWS
+            if node not in below and (is_view or is_constant(node)):
                 below.add(node)
                 todo.append(node)
     return below
@@ -224,10 +234,28 @@ def _separate_convolutions(graph: Graph, wanted: set[Node]) -> None:
         below = closure(weights, lambda node: node.users)
         if not mask[1] or not below & wanted:
             continue
+        operands = [*before[:2], _without_entries(graph, node, before[2]), *before[3:]]
         with graph.inserting_after(node):
-            alone = graph.call_function(node.target, (*before, [False, True, False]))
+            alone = graph.call_function(node.target, (*operands, [False, True, False]))
         alone.meta = dict(node.meta)
         node.args = (*before, [mask[0], False, mask[2]])
         for pick in weights:
             pick.replace_input_with(node, alone)
             alone.append(pick)  # behind what it now reads
+
+
+def _without_entries(graph: Graph, before: Node, weight: Node) -> Node:
+    """What stands for a weight of which only sizes are read: the forward may have saved a copy in
+    another layout, which would be kept for that.
+    """
+    value = weight.meta["val"]
+    if not all(isinstance(size, int) for size in value.shape):
+        return weight
+    with graph.inserting_before(before):
+        empty = graph.call_function(
+            aten.empty.memory_format,
+            (list(value.shape),),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    empty.meta["val"] = value
+    return empty

@@ -79,12 +79,25 @@ class Shared:
     def fetch(self, place: int) -> Tensor:
         """One of the gradients."""
         if not self._results:
-            self._results = self._run(*self._values)
+            self._results = _apart(self._run(*self._values), self._values)
         found = self._results[place]
         self._num_fetched += 1
         if self._num_fetched == len(self._results):
             self._results, self._num_fetched = (), 0
         return found
+
+
+def _apart(results: Sequence[Tensor], values: Sequence[Any]) -> Sequence[Tensor]:
+    """The results in memory of their own: each may become the ``.grad`` of a parameter, and two
+    weights that were added up before their product have one gradient.
+    """
+    taken = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    own: list[Tensor] = []
+    for result in results:
+        memory = result.untyped_storage()._cdata
+        own.append(result.clone() if memory in taken else result)
+        taken.add(memory)
+    return own
 
 
 def _shared(place: int) -> Recipe:

@@ -10,6 +10,7 @@ off::
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.compiled.cut import Cut, cut_backward
 
-__all__ = ["Answer", "Halves", "Signature", "halves_of"]
+__all__ = ["Answer", "Halves", "Signature", "engine_is_compiled", "halves_of"]
 
 Run = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, and empties it
 
@@ -44,6 +46,7 @@ class Answer:
 
     cut: Cut
     values: list[Any] | None = None
+    was_run: bool = False
 
 
 class Halves:
@@ -83,15 +86,26 @@ class Halves:
     def asked(self, node: Any, cut: Cut) -> Iterator[Answer]:
         """Have the node's next run leave W's part."""
         answer = self._asked[node] = Answer(cut)
+
+        def note(grads: object) -> None:
+            answer.was_run = True
+
+        handle = node.register_prehook(note)
         try:
             yield answer
         finally:
+            handle.remove()
             self._asked.pop(node, None)
+        if answer.was_run and answer.values is None:
+            raise BackwardError(
+                "a compiled backward was run by something that does not know that it comes in "
+                'halves, and the gradients of its weights are lost; use method="whole"'
+            )
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         answer = self._asked.pop(torch._C._current_autograd_node(), None) if self._asked else None
         if answer is None:
-            return list(self._run_whole(arguments))
+            return list(self.prepare_whole()(arguments))
         cut = answer.cut
         given = [arguments[place] for place in cut.reads]
         values = [arguments[at] if as_given else None for as_given, at in cut.values]
@@ -106,16 +120,26 @@ class Halves:
             outputs[place] = results[at]
         return outputs
 
-    def _run_whole(self, arguments: list[Any]) -> Sequence[Any]:
+    def prepare_whole(self) -> Run:
+        """Compile it in one piece."""
         if self._whole is None:
             with torch._subclasses.fake_tensor.unset_fake_temporarily():
                 module = copy.deepcopy(self.module)  # compiling changes it
-            self._whole = self._compile(module, range(len(arguments)))
-        return self._whole(arguments)
+            num_arguments = len(self.module.graph.find_nodes(op="placeholder"))
+            self._whole = self._compile(module, range(num_arguments))
+        return self._whole
+
+
+def engine_is_compiled() -> bool:
+    """Whether torch compiles whole runs of the engine at present ("compiled autograd")."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def halves_of(node: Any) -> Halves | None:
     """The backward that a node of an autograd graph runs, if it can leave a part for later."""
+    if engine_is_compiled():
+        return None  # what then runs is the graph that the backward was made from
     backward = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
     while backward is not None and not isinstance(backward, Halves):
         backward = getattr(backward, "_torchdynamo_orig_callable", None)

@@ -13,11 +13,12 @@ from torch.fx import Node
 from pipeloom.runtime.backward.sums import HALF
 
 __all__ = [
+    "PADS",
     "PRODUCTS",
     "VIEWS",
     "aten",
-    "costs_nothing",
     "factors",
+    "is_constant",
     "is_zero",
     "kind",
     "swaps_last_two",
@@ -51,6 +52,16 @@ PRODUCTS = frozenset(
         *TABLES,
     }
 )
+# What surrounds with zeros.
+PADS = frozenset(
+    {
+        aten.constant_pad_nd,
+        aten.select_backward,
+        aten.select_scatter,
+        aten.slice_backward,
+        aten.slice_scatter,
+    }
+)
 # Other views of the same entries.
 VIEWS = frozenset(
     {
@@ -67,12 +78,26 @@ VIEWS = frozenset(
 )
 
 # The same every time, and made of nothing.
-CONSTANTS = frozenset({aten.arange, aten.full, aten.ones, aten.scalar_tensor, aten.zeros})
+CONSTANTS = frozenset(
+    {
+        aten.arange,
+        aten.empty,
+        aten.full,
+        aten.ones,
+        aten.scalar_tensor,
+        aten.zeros,
+        torch.ops.prims.iota,
+    }
+)
 
 
 def kind(node: Node) -> Any:
-    """The operation, whichever of its overloads; ``None`` for what is none of torch's."""
-    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+    """The operation, whichever of its overloads; ``None`` for what is none of torch's, and for the
+    view that takes the same bytes for numbers of another type.
+    """
+    if node.op != "call_function" or node.target is aten.view.dtype:
+        return None
+    return getattr(node.target, "overloadpacket", None)
 
 
 def factors(node: Node) -> Sequence[Any]:
@@ -138,6 +163,9 @@ def is_zero(node: Any) -> bool:
     return kind(node) is aten.zeros
 
 
-def costs_nothing(node: Node) -> bool:
-    """Whether a node is better made twice than kept: a view, or a constant."""
-    return kind(node) in VIEWS or (kind(node) in CONSTANTS and not node.all_input_nodes)
+def is_constant(node: Node) -> bool:
+    """Whether a node is the same every time, but for sizes."""
+    return node.op == "get_attr" or (
+        kind(node) in CONSTANTS
+        and not any(isinstance(one.meta.get("val"), Tensor) for one in node.all_input_nodes)
+    )

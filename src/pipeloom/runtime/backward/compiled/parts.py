@@ -132,10 +132,11 @@ def _extract_tail(
     made = {value: tail.placeholder(f"value_{values[value]}") for value in used}
     for node in nodes:
         copy = made[node] = tail.node_copy(node, made.__getitem__)
-        if kind(copy) in (aten.view, aten._unsafe_view):
+        if copy.target in (aten.view.default, aten._unsafe_view.default):
             copy.target = aten.reshape.default  # what I leaves may have strides of its own
     tail.output(tuple(made[result] for result in results))
-    return GraphModule(module, tail), tuple(values[value] for value in used)
+    # Not the module itself: hooks on all modules are about modules of users.
+    return GraphModule(module, tail).forward, tuple(values[value] for value in used)
 
 
 def _turned(product: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -89,7 +89,7 @@ def _walk(node: Node, steps: tuple[Step, ...]) -> Iterator[tuple[Node, tuple[Ste
     """The products above a node, and how each is seen in a tensor of the output's shape."""
     args: Any = node.args
     operation = kind(node)
-    if operation in (aten.mm, aten.bmm):
+    if node.target in (aten.mm.default, aten.bmm.default):
         yield node, steps
     elif operation is aten.add and len(args) == 2 and not node.kwargs and _of_one_shape(node):
         for one in args:
