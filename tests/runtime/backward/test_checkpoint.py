@@ -200,6 +200,7 @@ def test_where_torch_gives_out_no_tensor_twice_the_gradients_come_out_of_input(
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*hooks keep its saved tensors elsewhere")
 @pytest.mark.parametrize("method", ["auto", "graph"])
 def test_activations_that_hooks_keep_elsewhere(
     method: str, monkeypatch: pytest.MonkeyPatch

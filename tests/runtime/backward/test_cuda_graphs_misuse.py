@@ -131,6 +131,82 @@ def test_too_few_slots_and_how_many_are_needed(new_recorder: NewRecorder) -> Non
     module(x)  # the slot of a graph that was let go is free again
 
 
+def test_results_that_are_kept_keep_no_slot(new_recorder: NewRecorder) -> None:
+    module, captured, x = make(new_recorder)
+    kept = []
+    for _ in range(3):
+        kept.append(module(x))
+        kept[-1].sum().backward()
+        captured.weight_backward()()
+
+
+def test_a_microbatch_has_one_backward(new_recorder: NewRecorder) -> None:
+    module, captured, x = make(new_recorder)
+    y = module(x)
+    y.sum().backward(retain_graph=True)
+    captured.weight_backward()()
+    with pytest.raises(BackwardError, match=r"stage 3 was asked for the backward .* twice"):
+        y.sum().backward()
+
+
+def freeze(module: nn.Module) -> None:
+    module.first.weight.requires_grad_(False)
+
+
+def scale(module: nn.Module) -> None:
+    module.first.weight.register_hook(lambda grad: 2 * grad)
+
+
+def step(module: nn.Module) -> None:
+    module.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def look_inside(module: nn.Module) -> None:
+    module.second.register_forward_hook(lambda *args: None)
+
+
+def evaluate_a_part(module: nn.Module) -> None:
+    module.norm.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (freeze, r"whether first\.weight needs a gradient"),
+        (scale, r"hooks of first\.weight"),
+        (step, r"hooks of first\.weight"),
+        (look_inside, "hooks of second"),
+        (evaluate_a_part, "the mode of norm"),
+    ],
+)
+def test_other_settings_than_those_of_the_capture_are_an_error(
+    new_recorder: NewRecorder, change: Callable[[nn.Module], None], named: str
+) -> None:
+    module, captured, x = make(new_recorder)
+    change(module)
+    with pytest.raises(BackwardError, match=rf"captured stage 3 .*other settings: {named}; "):
+        module(x)
+    captured.release()
+    module(x)
+
+
+def test_autocast_that_is_switched_on_later_is_an_error(new_recorder: NewRecorder) -> None:
+    module, _, x = make(new_recorder)
+    with (
+        torch.autocast(x.device.type, torch.bfloat16),
+        pytest.raises(BackwardError, match="other settings: autocast"),
+    ):
+        module(x)
+    module(x)
+
+
+def test_hooks_on_the_stage_itself_run_as_ever(new_recorder: NewRecorder) -> None:
+    module, _, x = make(new_recorder)
+    plain = module(x).detach().clone()
+    module.register_forward_hook(lambda module, args, result: 2 * result)
+    assert torch.equal(module(x), 2 * plain)
+
+
 def test_nobody_who_asks_for_the_weights(new_recorder: NewRecorder) -> None:
     module, _, x = make(new_recorder, num_slots=2)
     module(x).sum().backward()

@@ -101,6 +101,7 @@ def test_those_who_listen_hear_also_of_a_gradient_that_is_not_there() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*may give each of them out only once")
+@pytest.mark.filterwarnings("ignore:.*hooks keep its saved tensors elsewhere")
 @every_method
 def test_saved_tensors_that_hooks_give_out_once(method: str) -> None:
     """As offloading does that frees the host's copy."""

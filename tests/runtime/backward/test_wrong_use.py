@@ -87,3 +87,15 @@ def test_the_type_of_gradients_that_are_there_cannot_change() -> None:
         choose_method(module, accumulate_fp32=True)
     module.zero_grad()
     choose_method(module, accumulate_fp32=True)
+
+
+def test_a_weight_backward_that_cannot_be_built() -> None:
+    def build() -> Callable[[], object]:
+        raise ValueError("nothing to run")
+
+    backward = choose_method(three_layers(), weight_backward=build, stage=4)
+    saved = run_forward(backward, three_layers(), x_of(), 0)
+    with pytest.raises(ValueError, match="nothing to run"):
+        backward.input(saved, [torch.ones(3, 4, dtype=DTYPE)])
+    with pytest.raises(BackwardError, match=r"stage 4, microbatch 0: W needs I .* a failed I"):
+        backward.weight(saved)

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.runtime.backward.additions import Additions, find_targets
+from pipeloom.runtime.backward.budget import storages
 from pipeloom.runtime.backward.listeners import Listeners, pass_parameters
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Plan, Unit
@@ -32,6 +33,8 @@ from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, accumulation_below
 
 __all__ = ["add_early", "add_weight_gradients", "weight_gradients"]
+
+GRAPH_CODE = torch.autograd.graph.__file__
 
 
 @torch.no_grad()
@@ -58,10 +61,8 @@ def _send_gradients(pending: Pending) -> list[Edge]:
         group = -1 if at_once else plan.group[edge[0]]
         jobs.setdefault(group, []).append((edge, compute))
 
-    by_engine = [
-        leaf for leaf, parameter in targets.items() if parameter is None and leaf is not None
-    ]
-    at_once = any(_wants_all_at_once(pending.nodes[leaf].variable) for leaf in by_engine)
+    parameters = [pending.nodes[leaf].variable for leaf in plan.leaves if leaf in pending.nodes]
+    at_once = any(map(_wants_all_at_once, parameters)) or _may_change_operands(pending, parameters)
     # Later layers first, as a backward would: reducers fill their buckets in that order.
     products, pending.products = deque(pending.products), []
     while products:
@@ -89,13 +90,22 @@ def _send_gradients(pending: Pending) -> list[Edge]:
     sent: list[Edge] = []
     for group in list(jobs):
         together = [edge for edge, _ in jobs[group]]
-        _run_to_parameters(pending, together, [compute() for _, compute in jobs.pop(group)])
+        grads = [compute() for _, compute in jobs.pop(group)]
+        _run_to_parameters(pending, together, grads, counted=at_once)
         sent += together
     return sent
 
 
-def _run_to_parameters(pending: Pending, edges: Sequence[Edge], grads: Sequence[Tensor]) -> None:
-    torch.autograd.backward([pending.edge(edge) for edge in edges], grads)
+def _run_to_parameters(
+    pending: Pending, edges: Sequence[Edge], grads: Sequence[Tensor], *, counted: bool
+) -> None:
+    """``counted``: hooks ask the engine which nodes it will run; it leaves out a single root."""
+    roots, values = [pending.edge(edge) for edge in edges], list(grads)
+    if counted and len(roots) == 1:
+        nowhere = torch.zeros((), requires_grad=True)
+        roots.append(get_gradient_edge(nowhere))
+        values.append(nowhere.detach())
+    torch.autograd.backward(roots, values)
 
 
 def _compute(product: Product) -> Tensor:
@@ -120,8 +130,22 @@ def _not_shared(grad: Tensor, given: Sequence[Tensor]) -> Tensor:
 def _wants_all_at_once(parameter: Tensor) -> bool:
     """Whether torch's own hooks wait for the gradients of several tensors in one run."""
     hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+    # Where the code is: such hooks may bear the name and module of the user's function.
+    codes = (getattr(hook, "__code__", None) for hook in hooks.values())
+    return any(code is not None and code.co_filename == GRAPH_CODE for code in codes)
+
+
+def _may_change_operands(pending: Pending, parameters: Sequence[Tensor]) -> bool:
+    """Whether hooks that take an optimizer's step may change what other products are made of."""
+    stepped = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if not stepped:
+        return False
+    changed = {storage.data_ptr() for parameter in stepped for storage in storages(parameter)}
     return any(
-        getattr(hook, "__module__", "") == torch.autograd.graph.__name__ for hook in hooks.values()
+        storage.data_ptr() in changed
+        for product in pending.products
+        for tensor in product.tensors()
+        for storage in storages(tensor)
     )
 
 

@@ -13,10 +13,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Box", "Boxes"]
+__all__ = ["Box", "Boxes", "others_keep_saved"]
 
 
 class Box:
@@ -42,6 +43,12 @@ class Box:
     def is_overwritten(self) -> bool:
         """Whether the tensor was changed since it was saved."""
         return self.tensor is not None and self.tensor._version != self.version
+
+
+def others_keep_saved() -> bool:
+    """Whether somebody's hooks are on, to whom boxes would leave nothing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[1] is not Box.open
 
 
 class Boxes(saved_tensors_hooks):

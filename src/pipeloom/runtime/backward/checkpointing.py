@@ -13,7 +13,8 @@ remembers that, and is made to forget. What hooks of somebody else would do is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,9 @@ from pipeloom.runtime.backward.boxes import Box
 __all__ = [
     "allow_second_use",
     "allows_second_use",
+    "forget_recomputed",
     "is_packed",
+    "keeps_elsewhere",
     "runs_once",
     "saves_for_one_use",
     "saved_names",
@@ -60,6 +63,11 @@ def saves_for_one_use(node: Any) -> bool:
     return any(_source(one) not in (None, CHECKPOINT, OFFLOADING) for one in _saved(node))
 
 
+def keeps_elsewhere(node: Any) -> bool:
+    """Whether hooks other than a checkpoint's keep any tensor of the node."""
+    return any(_source(one) not in (None, CHECKPOINT) for one in _saved(node))
+
+
 def allows_second_use(node: Any) -> bool:
     """Whether all that the node saved can be asked for by us and by the node itself."""
     return not saves_for_one_use(node) and all(
@@ -67,11 +75,24 @@ def allows_second_use(node: Any) -> bool:
     )
 
 
-def allow_second_use(node: Any) -> None:
-    """Have checkpoints give the node's tensors out as often as they are asked for."""
-    for place in _places(node):
-        if type(place.handles) is not _Forgetful:
-            place.handles = _Forgetful(place.handles)
+@contextmanager
+def allow_second_use(node: Any) -> Iterator[None]:
+    """What checkpoints give out meanwhile does not count as given out."""
+    places = list(_places(node))
+    for place in places:
+        place.handles = _Forgetful(place.handles)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.handles = dict(place.handles)
+
+
+def forget_recomputed(nodes: Iterable[Any]) -> None:
+    """Let go of what was recomputed for nodes that stay."""
+    for node in nodes:
+        for place in _places(node):
+            place.handles.clear()
 
 
 class _Forgetful(dict[Any, Any]):

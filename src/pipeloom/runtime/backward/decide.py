@@ -12,8 +12,10 @@ from torch.autograd.function import BackwardCFunction
 from pipeloom.runtime.backward.checkpointing import (
     allows_second_use,
     is_packed,
+    keeps_elsewhere,
     runs_once,
     saves_for_one_use,
+    saves_recomputed,
 )
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.halves import halves_of
@@ -56,13 +58,19 @@ class Decision:
         return (
             all(
                 (nodes[index]._saved_dim0, nodes[index]._saved_dim1) == (dim0, dim1)
-                for index, dim0, dim1 in plan.turns
+                and nodes[leaf].variable.dim() == num_dims
+                for index, dim0, dim1, leaf, num_dims in plan.turns
             )
             and all(
                 is_packed(nodes[index], saved) == packed
+                and (not packed or allows_second_use(nodes[index]))
                 for index, saved, packed in plan.activations
             )
+            and not (plan.reruns and any(map(keeps_elsewhere, nodes)))
             and not any(runs_once(nodes[again.node]) for again in plan.reruns)
+            and not any(
+                saves_recomputed(nodes[index]) for index in plan.passed_later - plan.leaf_set
+            )
         )
 
     def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:
@@ -188,6 +196,11 @@ def _why_once(graph: Graph, *, hooked: bool) -> str | None:
         return (
             "it has compiled code, whose backward may reuse its saved memory at once, so no graph "
             'is kept through I; method="auto" defers what is outside the compiled code'
+        )
+    if any(map(keeps_elsewhere, graph.nodes)):
+        return (
+            "hooks keep its saved tensors elsewhere, all of which would stay until W if the graph "
+            'were kept through I; method="auto" defers products that need no graph'
         )
     if hooked:
         return (

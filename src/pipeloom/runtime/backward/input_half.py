@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import GraphExecGroup
 
 from pipeloom.runtime.backward.boxes import Boxes
-from pipeloom.runtime.backward.checkpointing import allow_second_use
+from pipeloom.runtime.backward.checkpointing import forget_recomputed
 from pipeloom.runtime.backward.compiled.finish import take
 from pipeloom.runtime.backward.compiled.halves import Answer, halves_of
 from pipeloom.runtime.backward.hook_count import HookCount
 from pipeloom.runtime.backward.method import Gradients
+from pipeloom.runtime.backward.operands import Taken
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Deferred, Halved, Plan
-from pipeloom.runtime.backward.recipes import Operands
 from pipeloom.runtime.backward.self_check import muted_hooks
 from pipeloom.runtime.backward.walk import Edge, Graph, is_accumulate
 
@@ -43,27 +41,34 @@ def run_input(
     by_engine: Sequence[bool] = [False] * len(plan.deferred)
     if hooked:
         by_engine = [_may_pass_hooks(nodes[use.node], use) for use in plan.deferred]
-    operands = _Operands(graph, plan)
-    with ExitStack() as during:
-        with hooks.leaving_out():
-            during.enter_context(operands.taken_as_nodes_run())
-            arrived = during.enter_context(_noted_arrivals(graph, plan.captures if hooked else ()))
-            answers = [during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved]
-        ends = [(leaf, 0) for leaf in plan.leaves]
-        gradients, captured = run_engine(
-            graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
-        )
-    captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
+    taken = Taken(graph, plan)
+    with taken.one_recomputation():
+        with ExitStack() as during:
+            with hooks.leaving_out():
+                during.enter_context(taken.taken_as_nodes_run())
+                watched = plan.captures if hooked else ()
+                arrived = during.enter_context(_noted_arrivals(graph, watched))
+                answers = [
+                    during.enter_context(_asked(nodes[half.node], half)) for half in plan.halved
+                ]
+            ends = [(leaf, 0) for leaf in plan.leaves]
+            gradients, captured = run_engine(
+                graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
+            )
+        captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
+        arrivals = {
+            position: grad
+            for position, use in enumerate(plan.deferred)
+            if use.capture is not None and (grad := captured[use.capture]) is not None
+        }
+        taken.take_the_rest(list(arrivals))
+    if plan.reruns:
+        forget_recomputed(nodes)
     owners = graph.roots if plan.needs_roots else ()
     pending = Pending(plan, {index: nodes[index] for index in plan.passed_later}, owners)
-    arrivals = {
-        position: grad
-        for position, use in enumerate(plan.deferred)
-        if use.capture is not None and (grad := captured[use.capture]) is not None
-    }
-    operands.take_the_rest(list(arrivals))
+    pending.overwritten = taken.overwritten(list(arrivals))
     pending.products = [
-        Product(plan.deferred[position], grad, operands[position], by_engine[position])
+        Product(plan.deferred[position], grad, taken[position], by_engine[position])
         for position, grad in arrivals.items()
     ]
     if any(grad is None for grad in captured):
@@ -75,7 +80,10 @@ def run_input(
         if answer.values is None:
             pending.missing += [use.target for _, uses in half.uses for use in uses]
         else:
-            pending.products += _left_products(half, answer.values, hooked=hooked)
+            left = _left_products(half, answer.values, hooked=hooked)
+            pending.products += left
+            if answer.is_overwritten():
+                pending.overwritten += [product.use.target for product in left]
     pending.gradients = [
         Gradient(kept.target, grad)
         for kept in plan.in_input
@@ -91,46 +99,6 @@ def run_input(
         needed = {*plan.passed_later, *(again.node for again in plan.reruns)}
         pending.boxed = boxes.keep_only(nodes[index] for index in needed)
     return gradients, pending
-
-
-class _Operands:
-    """What products need of what the forward saved, taken before I frees it."""
-
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        self._nodes, self._plan = graph.nodes, plan
-        self._taken: dict[int, Operands] = {
-            position: use.recipe.take(graph.nodes[use.node])
-            for position, use in enumerate(plan.deferred)
-            if not use.packed
-        }
-
-    def __getitem__(self, position: int) -> Operands:
-        return self._taken[position]
-
-    @contextmanager
-    def taken_as_nodes_run(self) -> Iterator[None]:
-        """While the engine runs, take what is packed."""
-        with ExitStack() as registered:
-            for position, places in self._plan.taken_by.items():
-                for place in places:
-                    handle = self._nodes[place].register_prehook(partial(self._take, position))
-                    registered.callback(handle.remove)
-            yield
-
-    def take_the_rest(self, positions: Sequence[int]) -> None:
-        """Take what the engine did not come to, although its product has a gradient."""
-        missing = [position for position in positions if position not in self._taken]
-        if missing:
-            with GraphExecGroup():  # one recomputation for all
-                for position in missing:
-                    self._take(position)
-
-    def _take(self, position: int, grads: object = None) -> None:
-        if position not in self._taken:
-            use = self._plan.deferred[position]
-            node = self._nodes[use.node]
-            allow_second_use(node)
-            self._taken[position] = use.recipe.take(node)
 
 
 def _asked(node: Any, half: Halved) -> AbstractContextManager[Answer]:

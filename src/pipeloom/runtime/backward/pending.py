@@ -21,6 +21,7 @@ from pipeloom.runtime.backward.boxes import Box
 from pipeloom.runtime.backward.method import Root
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
+from pipeloom.runtime.backward.versions import versions
 from pipeloom.runtime.backward.walk import Edge
 
 __all__ = ["Gradient", "Pending", "Product"]
@@ -68,6 +69,7 @@ class Pending:
     reruns: list[tuple[list[GradientEdge], list[Edge], list[Tensor]]] = field(default_factory=list)
     boxed: list[Box] = field(default_factory=list)
     missing: list[Edge] = field(default_factory=list)  # that nothing came to
+    overwritten: list[Edge] = field(default_factory=list)  # by I, before W could use it
     # Parameters that were added to in place, each with its node.
     arrived: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     # Tensors of others that share memory with what products will use, in which a change would show
@@ -98,15 +100,15 @@ class Pending:
 
     def seal(self) -> None:
         """Remember the contents of what W will use; nothing is added or removed from here on."""
-        self.versions = _versions(self._used())
+        self.versions = versions(self._used())
 
     def changed(self) -> list[Edge]:
         """Where that enters the graph which was overwritten since."""
         found: list[Edge] = []
-        if _versions(self._used()) != self.versions:
+        if versions(self._used()) != self.versions:
             remembered = iter(self.versions)
             for edges, tensors in self._used_at():
-                if _versions(tensors) != [next(remembered) for _ in tensors]:
+                if versions(tensors) != [next(remembered) for _ in tensors]:
                     found += edges
         if any(box.is_overwritten() for box in self.boxed):
             found += [edge for _, asked, _ in self.reruns for edge in asked]
@@ -135,11 +137,3 @@ class Pending:
             yield asked, grads
         for edge, tensor in self.shared:
             yield [edge], [tensor]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written to; nobody counts that of tensors made for inference."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -25,7 +25,8 @@ __all__ = ["Entry", "PlainTarget", "Regions", "Turn"]
 TURN_TYPES = frozenset({"TBackward0", "TransposeBackward0"})
 
 Entry = tuple[int, int]  # a data node and the operand that enters; -1: an output
-Turn = tuple[int, int, int]  # a transposition's node and its two dimensions, as saved
+# A transposition's node and its two dimensions, as saved; the parameter's node and its dimensions.
+Turn = tuple[int, int, int, int, int]
 
 
 class PlainTarget(NamedTuple):
@@ -162,7 +163,7 @@ class Regions:
             return None
         *passed, leaf = chain
         names = {self.names[index] for index in passed}
-        turns = self._turns(passed, self.nodes[leaf].variable.dim())
+        turns = self._turns(passed, leaf)
         only_turns = turns is not None and names <= {*TURN_TYPES, "ToCopyBackward0"}
         return PlainTarget(
             leaf,
@@ -173,8 +174,9 @@ class Regions:
             views=() if only_turns else tuple(self._edges_along(edge, passed)),
         )
 
-    def _turns(self, passed: Iterable[int], num_dims: int) -> list[Turn] | None:
+    def _turns(self, passed: Iterable[int], leaf: int) -> list[Turn] | None:
         """The transpositions among them; ``None`` if one is not of the last two dimensions."""
+        num_dims = self.nodes[leaf].variable.dim()
         turns: list[Turn] = []
         for index in passed:
             if self.names[index] == "TransposeBackward0":
@@ -182,7 +184,7 @@ class Regions:
                 dims = {signed(node._saved_dim0) % num_dims, signed(node._saved_dim1) % num_dims}
                 if dims != {num_dims - 1, num_dims - 2}:
                     return None
-                turns.append((index, node._saved_dim0, node._saved_dim1))
+                turns.append((index, node._saved_dim0, node._saved_dim1, leaf, num_dims))
         return turns
 
     def _edges_along(self, edge: Edge, passed: Iterable[int]) -> Iterator[Edge]:

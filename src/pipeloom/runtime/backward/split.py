@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import BackwardError, BackwardMethodError
 from pipeloom.runtime.backward.accumulate import add_early, add_weight_gradients
-from pipeloom.runtime.backward.boxes import Boxes
+from pipeloom.runtime.backward.boxes import Boxes, others_keep_saved
 from pipeloom.runtime.backward.budget import (
     bytes_of,
     bytes_saved,
@@ -46,7 +45,7 @@ from pipeloom.runtime.backward.numeric_check import run_reference
 from pipeloom.runtime.backward.pending import Pending
 from pipeloom.runtime.backward.phases import enter_phase, failed_unless_done, where
 from pipeloom.runtime.backward.plan import Unit
-from pipeloom.runtime.backward.walk import Graph, GraphShape, accumulation_below, read_graph
+from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, accumulation_below, read_graph
 from pipeloom.runtime.backward.whole import output_roots, run_full
 
 __all__ = ["SplitBackward"]
@@ -96,7 +95,8 @@ class SplitBackward:
         self._listeners.before_forward()
         self._num_hooks = self._hooks.current()
         self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self._boxes = Boxes() if self._wants_boxes else None
+        boxed = self._wants_boxes and not others_keep_saved()
+        self._boxes = Boxes() if boxed else None
         return nullcontext() if self._boxes is None else self._in_boxes(self._boxes)
 
     @contextmanager
@@ -172,16 +172,28 @@ class SplitBackward:
             return run_full(saved, output_grads, stage=self.stage)
         inputs = saved.inputs
         saved.release_graph()
-        run = partial(
-            run_input,
-            graph,
-            decision.plan,
-            inputs=inputs,
-            grads=grads,
-            boxes=boxes,
-            hooked=hooked,
-            hooks=self._hooks,
-        )
+        plan = decision.plan
+
+        def run() -> tuple[Gradients, Pending]:
+            gradients, pending = run_input(
+                graph,
+                plan,
+                inputs=inputs,
+                grads=grads,
+                boxes=boxes,
+                hooked=hooked,
+                hooks=self._hooks,
+            )
+            if pending.overwritten:
+                raise self._error_at(
+                    saved.microbatch,
+                    "I overwrote an activation that W needs, by a Function or a hook that works in "
+                    'place; use method="whole" for this stage',
+                    pending,
+                    pending.overwritten,
+                )
+            return gradients, pending
+
         trusted = decision.runs_once or decision in self._checked
         if self.self_check != "numeric" or trusted:
             limit = self._limit(graph, decision)
@@ -197,7 +209,7 @@ class SplitBackward:
             gradients, saved.pending = run()
         except BackwardError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
             # Some backwards run only once (selective checkpoints). What came out of the one that
             # did is right; if this is something else, the next microbatch says so.
             warnings.warn(
@@ -248,12 +260,12 @@ class SplitBackward:
             return
         changed = pending.changed()
         if changed:
-            ends = [end for at, _ in changed for end in accumulation_below(pending.nodes[at])]
-            raise self._error(
+            raise self._error_at(
                 saved.microbatch,
                 "a tensor that W needs was overwritten; keep the stage's inputs, activations and "
                 "gradients unchanged until W",
-                list(dict.fromkeys(ends)),
+                pending,
+                changed,
             )
         add_weight_gradients(pending, self._listeners)
 
@@ -361,8 +373,12 @@ class SplitBackward:
             for node in nodes
         )
 
-    def _error(self, microbatch: int, message: str, nodes: Sequence[Any]) -> BackwardError:
-        names = self._names(nodes)
+    def _error_at(
+        self, microbatch: int, message: str, pending: Pending, edges: Sequence[Edge]
+    ) -> BackwardError:
+        """About the parameters that gradients come to from these edges."""
+        ends = [end for at, _ in edges for end in accumulation_below(pending.nodes[at])]
+        names = self._names(dict.fromkeys(ends))
         return BackwardError(
             f"{where(self.stage, microbatch)}: {message}; parameters: {', '.join(names)}",
             stage=self.stage,

@@ -136,14 +136,16 @@ class UserWeightBackward(WholeBackward):
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         gradients = super().full(saved, output_grads)
-        self.builder()()
+        with failed_unless_done(saved, self.stage):
+            self.builder()()
         return gradients
 
     def input(
         self, saved: SavedMicrobatch, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         gradients = super().input(saved, output_grads)
-        saved.pending = self.builder()
+        with failed_unless_done(saved, self.stage):
+            saved.pending = self.builder()
         return gradients
 
     def weight(self, saved: SavedMicrobatch) -> None:

@@ -13,14 +13,16 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward.compiled.cut import Cut, cut_backward
+from pipeloom.runtime.backward.versions import versions
 
 __all__ = ["Answer", "Halves", "Signature", "engine_is_compiled", "halves_of"]
 
@@ -46,7 +48,12 @@ class Answer:
 
     cut: Cut
     values: list[Any] | None = None
+    versions: list[int] = field(default_factory=list)
     was_run: bool = False
+
+    def is_overwritten(self) -> bool:
+        """Whether what was left has changed since."""
+        return self.versions != _versions_of(self.values)
 
 
 class Halves:
@@ -114,7 +121,7 @@ class Halves:
         for place, (as_given, at) in enumerate(cut.values):
             if not as_given:
                 values[place] = results[at]
-        answer.values = values
+        answer.values, answer.versions = values, _versions_of(values)
         outputs: list[Any] = [None] * cut.num_outputs
         for at, place in enumerate(cut.gives):
             outputs[place] = results[at]
@@ -128,6 +135,10 @@ class Halves:
             num_arguments = len(self.module.graph.find_nodes(op="placeholder"))
             self._whole = self._compile(module, range(num_arguments))
         return self._whole
+
+
+def _versions_of(values: list[Any] | None) -> list[int]:
+    return versions([one for one in values or () if isinstance(one, Tensor)])
 
 
 def engine_is_compiled() -> bool:

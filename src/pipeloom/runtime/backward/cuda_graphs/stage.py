@@ -25,6 +25,7 @@ from pipeloom.runtime.backward.cuda_graphs.obstacles import (
     stale_parameters,
 )
 from pipeloom.runtime.backward.cuda_graphs.recorder import CudaRecorder, Recorder
+from pipeloom.runtime.backward.cuda_graphs.settings import Settings
 from pipeloom.runtime.backward.method import BackwardMethod, Gradients, SavedMicrobatch
 from pipeloom.runtime.backward.walk import read_graph
 from pipeloom.runtime.boundary import Layout, assemble, find_differences, take_apart
@@ -120,6 +121,7 @@ class CapturedStage:
             for name, tensor in holder.items()
             if tensor is not None
         ]
+        self._settings = Settings(module, self._recorder.device)
         self._anchor = torch.zeros((), device=self._recorder.device, requires_grad=True)
         module.forward = self._forward
 
@@ -245,6 +247,13 @@ class CapturedStage:
                 "weight_backward={stage: captured.weight_backward}",
                 stage=self.stage,
             )
+        changed = self._settings.changed()
+        if changed:
+            raise BackwardError(
+                f"{self._where()} was captured under other settings: {', '.join(changed)}; "
+                "capture it again, or release() it",
+                stage=self.stage,
+            )
         outputs = _Replay.apply(self, self._anchor, *given)
         return assemble(self._result, outputs)
 
@@ -327,13 +336,20 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         stage: CapturedStage = ctx.stage
-        slot: Slot = ctx.lease.slot
+        lease, ctx.lease = ctx.lease, None  # outputs that somebody keeps must not keep the slot
+        if lease is None:
+            raise BackwardError(
+                f"{stage._where()} was asked for the backward of a microbatch twice; its slot may "
+                "be another microbatch's by now",
+                stage=stage.stage,
+            )
+        slot: Slot = lease.slot
         stage._attach_gradients()
         for static, value in zip(slot.output_grads, stage._differentiable(grads), strict=True):
             static.zero_() if value is None else static.copy_(value)
         stage._recorder.before_replay()
         slot.input()
-        stage._left.append(ctx.lease)
+        stage._left.append(lease)
         given = (None if grad is None else grad.clone() for grad in slot.input_grads)
         return None, None, *given
 
