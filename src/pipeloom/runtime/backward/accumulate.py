@@ -61,8 +61,12 @@ def _send_gradients(pending: Pending) -> list[Edge]:
         group = -1 if at_once else plan.group[edge[0]]
         jobs.setdefault(group, []).append((edge, compute))
 
-    parameters = [pending.nodes[leaf].variable for leaf in plan.leaves if leaf in pending.nodes]
-    at_once = any(map(_wants_all_at_once, parameters)) or _may_change_operands(pending, parameters)
+    by_engine = [
+        pending.nodes[leaf].variable
+        for leaf in plan.leaves
+        if targets.get(leaf) is None and leaf in pending.nodes
+    ]
+    at_once = any(map(_wants_all_at_once, by_engine)) or _may_change_operands(pending, by_engine)
     # Later layers first, as a backward would: reducers fill their buckets in that order.
     products, pending.products = deque(pending.products), []
     while products:

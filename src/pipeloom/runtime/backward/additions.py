@@ -91,12 +91,6 @@ def _grad_type(parameter: Tensor, value: Tensor) -> torch.dtype:
     return dtype or value.dtype
 
 
-def _through(total: Tensor, seen: Tensor) -> Tensor:
-    """The view of ``total`` that its stand-in had."""
-    offset = total.storage_offset() + seen.storage_offset()
-    return total.as_strided(seen.shape, seen.stride(), offset)
-
-
 class Additions:
     """Additions to ``.grad``: products at once, small gradients gathered and added by one call."""
 
@@ -107,26 +101,45 @@ class Additions:
 
     def add_product(self, parameter: Tensor, product: Product) -> None:
         """``parameter.grad`` grows by a product."""
-        use, total = product.use, parameter.grad
-        recipe, grad = use.recipe, product.grad
+        use, total, grad = product.use, parameter.grad, product.grad
+        add_to = use.recipe.add_to
+        if (  # nearly always
+            add_to is not None
+            and total is not None
+            and product.seen is None
+            and total.dtype == grad.dtype
+            and total.layout is torch.strided
+        ):
+            add_to(total, grad, product.operands, use.transposed)
+        elif product.seen is not None:
+            self._add_to_part(parameter, product, product.seen)
+        else:
+            self._add_to_all(parameter, product)
+
+    def _add_to_part(self, parameter: Tensor, product: Product, seen: Tensor) -> None:
+        total, recipe, grad = parameter.grad, product.use.recipe, product.grad
+        if total is None or total.layout is not torch.strided:
+            total = self._zeros(parameter, grad)  # other views will add to other parts
+        part = total.as_strided(
+            seen.shape, seen.stride(), total.storage_offset() + seen.storage_offset()
+        )
+        if recipe.add_to is not None and takes_products(total.dtype, grad):
+            recipe.add_to(part, grad, product.operands, False)
+        else:
+            part.add_(recipe.compute(grad, product.operands, False))
+
+    def _add_to_all(self, parameter: Tensor, product: Product) -> None:
+        use, total, grad = product.use, parameter.grad, product.grad
+        recipe = use.recipe
         # An embedding may ask for sparse gradients, also of a weight that is used otherwise too.
         is_dense = total is None or total.layout is torch.strided
-        dtype = _grad_type(parameter, grad) if total is None else total.dtype
-        is_wide = recipe.add_to is not None and takes_products(dtype, grad)
-        if product.seen is not None:
-            if total is None or not is_dense:
-                total = self._zeros(parameter, dtype)  # other views will add to other parts
-            part = _through(total, product.seen)
-            if is_wide and recipe.add_to is not None:
-                recipe.add_to(part, grad, product.operands, False)
-            else:
-                part.add_(recipe.compute(grad, product.operands, False))
-            return
-        if total is None and is_wide and dtype != grad.dtype:
-            total = self._zeros(parameter, dtype)  # a value would be rounded before it is added
-        if total is not None and is_dense and is_wide and recipe.add_to is not None:
-            recipe.add_to(total, grad, product.operands, use.transposed)
-            return
+        if recipe.add_to is not None and is_dense:
+            dtype = _grad_type(parameter, grad) if total is None else total.dtype
+            if dtype != grad.dtype and takes_products(dtype, grad):
+                # As a value it would be rounded before it is added.
+                total = self._zeros(parameter, grad) if total is None else total
+                recipe.add_to(total, grad, product.operands, use.transposed)
+                return
         value = recipe.compute(grad, product.operands, use.transposed)
         if is_dense and value.layout is torch.strided:
             self.add(parameter, value, fresh=True)
@@ -135,11 +148,13 @@ class Additions:
         else:
             parameter.grad = total.add_(value) if is_dense else value + total
 
-    def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Let ``.grad`` be dense, with what was there."""
+        before = parameter.grad
+        dtype = _grad_type(parameter, value) if before is None else before.dtype
         total = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        if parameter.grad is not None:
-            total.add_(parameter.grad)
+        if before is not None:
+            total.add_(before)
         parameter.grad = total
         return total
 

@@ -47,7 +47,7 @@ class Box:
 
 def others_keep_saved() -> bool:
     """Whether somebody's hooks are on, to whom boxes would leave nothing."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[1] is not Box.open
 
 

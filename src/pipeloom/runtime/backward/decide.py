@@ -68,9 +68,7 @@ class Decision:
             )
             and not (plan.reruns and any(map(keeps_elsewhere, nodes)))
             and not any(runs_once(nodes[again.node]) for again in plan.reruns)
-            and not any(
-                saves_recomputed(nodes[index]) for index in plan.passed_later - plan.leaf_set
-            )
+            and not any(saves_recomputed(nodes[index]) for index in plan.saving)
         )
 
     def refused(self, reason: str, uncovered: tuple[str, ...]) -> Decision:

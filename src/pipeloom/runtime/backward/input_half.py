@@ -66,7 +66,7 @@ def run_input(
         forget_recomputed(nodes)
     owners = graph.roots if plan.needs_roots else ()
     pending = Pending(plan, {index: nodes[index] for index in plan.passed_later}, owners)
-    pending.overwritten = taken.overwritten(list(arrivals))
+    pending.overwritten = taken.overwritten()
     pending.products = [
         Product(plan.deferred[position], grad, taken[position], by_engine[position])
         for position, grad in arrivals.items()

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -31,10 +31,11 @@ class Taken:
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self._nodes, self._plan = graph.nodes, plan
         self._operands: dict[int, Operands] = {}
-        self._versions: dict[int, list[int]] = {}
         for position, use in enumerate(plan.deferred):
             if not use.packed:
                 self._take(position)
+        self._tensors = _tensors(self._operands.values())
+        self._versions = versions(self._tensors)
 
     def __getitem__(self, position: int) -> Operands:
         return self._operands[position]
@@ -62,33 +63,43 @@ class Taken:
                 for position in missing:
                     self._unpack(position)
 
-    def overwritten(self, positions: Sequence[int]) -> list[Edge]:
+    def overwritten(self) -> list[Edge]:
         """Where those products enter the graph of which I has overwritten an operand."""
-        taken, found = self._operands, self._versions
+        now = versions(self._tensors)
+        if now == self._versions:
+            return []
+        changed = {
+            id(tensor)
+            for tensor, was, version in zip(self._tensors, self._versions, now, strict=True)
+            if was != version
+        }
         return [
             self._plan.deferred[position].target
-            for position in positions
-            if found[position] and found[position] != versions(_tensors(taken[position]))
+            for position, taken in self._operands.items()
+            if any(id(one) in changed for one in taken)
         ]
 
     def _unpack(self, position: int, grads: object = None) -> None:
         if position not in self._operands:
             with allow_second_use(self._nodes[self._plan.deferred[position].node]):
                 self._take(position)
+            tensors = _tensors([self._operands[position]])
+            self._tensors += tensors
+            self._versions += versions(tensors)
 
     def _take(self, position: int) -> None:
         use = self._plan.deferred[position]
-        # Without what it was made by: I is done with that, and W does not need it.
-        taken = tuple(
-            one.detach() if isinstance(one, Tensor) and one.grad_fn is not None else one
-            for one in use.recipe.take(self._nodes[use.node])
-        )
+        taken = use.recipe.take(self._nodes[use.node])
+        for one in taken:
+            if isinstance(one, Tensor) and one.grad_fn is not None:
+                # Without what it was made by: I is done with that, and W does not need it.
+                taken = tuple([x.detach() if isinstance(x, Tensor) else x for x in taken])
+                break
         self._operands[position] = taken
-        self._versions[position] = versions(_tensors(taken))
 
 
-def _tensors(taken: Operands) -> list[Tensor]:
-    return [one for one in taken if isinstance(one, Tensor)]
+def _tensors(operands: Iterable[Operands]) -> list[Tensor]:
+    return [one for taken in operands for one in taken if isinstance(one, Tensor)]
 
 
 def _one_recomputation() -> AbstractContextManager[object]:

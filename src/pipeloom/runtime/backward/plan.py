@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from pipeloom.runtime.backward.checkpointing import saves_recomputed
+from pipeloom.runtime.backward.checkpointing import saved_names, saves_recomputed
 from pipeloom.runtime.backward.compiled.cut import Cut
 from pipeloom.runtime.backward.compiled.finish import recipes_of
 from pipeloom.runtime.backward.compiled.parts import Finish
@@ -65,11 +65,7 @@ class Deferred:
     unit: Unit  # the same for what is computed at one time: the products of a node or of a finish
     work: int | None = None  # about how many multiplications, where the tensors do not tell
     window: Window | None = None  # of compiled code: the part of the gradient that this gives
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is more than a product of the parameter's own shape, or the transposed."""
-        return bool(self.views) or self.window is not None
+    is_part: bool = False  # it is seen through views or a window
 
     def see(self, total: Tensor, nodes: Mapping[int, Any]) -> Tensor | None:
         """What is added to, of a tensor of the parameter's shape, if it can be seen so."""
@@ -124,6 +120,7 @@ class Plan:
     in_place: frozenset[int]  # parameters reached by plain chains alone
     weight_only: frozenset[int]
     passed_later: frozenset[int]  # those of them that W needs; the rest has gone by in I
+    saving: tuple[int, ...]  # those of these that save tensors
     needs_roots: bool  # some of these live only as long as the graph above them
     leaves: tuple[int, ...]  # every parameter's node
     leaf_set: frozenset[int]
@@ -236,6 +233,7 @@ class _Assembly:
             in_place=frozenset(leaf for leaf in regions.leaves if group.get(leaf) not in indirect),
             weight_only=frozenset(group),
             passed_later=passed_later,
+            saving=tuple(node for node in passed_later if saved_names(regions.shape.types[node])),
             needs_roots=any(
                 issubclass(regions.shape.types[node], BackwardCFunction) for node in passed_later
             ),
@@ -259,6 +257,8 @@ class _Assembly:
         at: int | None = None,
     ) -> Deferred:
         plain = self.plain[edge]
+        views = plain.views if plain else ()
+        window = finish.window if finish else None
         return Deferred(
             node=use[0],
             operand=use[1],
@@ -269,11 +269,12 @@ class _Assembly:
             transposed=bool(plain and plain.transposed),
             chained=bool(plain and plain.chained),
             cast=bool(plain and plain.cast),
-            views=plain.views if plain else (),
+            views=views,
             packed=packed,
             unit=(use[0], at),
             work=finish.work // len(finish.operands) if finish else None,
-            window=finish.window if finish else None,
+            window=window,
+            is_part=bool(views) or window is not None,
         )
 
     def _reruns(self) -> tuple[Rerun, ...]:
