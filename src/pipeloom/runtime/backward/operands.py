@@ -90,11 +90,8 @@ class Taken:
     def _take(self, position: int) -> None:
         use = self._plan.deferred[position]
         taken = use.recipe.take(self._nodes[use.node])
-        for one in taken:
-            if isinstance(one, Tensor) and one.grad_fn is not None:
-                # Without what it was made by: I is done with that, and W does not need it.
-                taken = tuple([x.detach() if isinstance(x, Tensor) else x for x in taken])
-                break
+        if self._plan.cuts_off:
+            taken = tuple([one.detach() if isinstance(one, Tensor) else one for one in taken])
         self._operands[position] = taken
 
 

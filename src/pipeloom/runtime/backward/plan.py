@@ -122,6 +122,7 @@ class Plan:
     passed_later: frozenset[int]  # those of them that W needs; the rest has gone by in I
     saving: tuple[int, ...]  # those of these that save tensors
     needs_roots: bool  # some of these live only as long as the graph above them
+    cuts_off: bool  # operands are cut from the graph, as others may have left things with its nodes
     leaves: tuple[int, ...]  # every parameter's node
     leaf_set: frozenset[int]
     deferred_leaves: frozenset[int]
@@ -165,7 +166,7 @@ def make_plan(
             break
     wanted = [edge for edge in entries if edge in in_input and group[edge[0]] not in spoiled]
     wanted += [(leaf, 0) for leaf in regions.leaves if group.get(leaf) in spoiled]
-    return _Assembly(regions, ways, kept).plan(wanted, group, spoiled)
+    return _Assembly(regions, ways, kept, hooked=hooked).plan(wanted, group, spoiled)
 
 
 def _spoiled(
@@ -191,8 +192,10 @@ def _spoiled(
 class _Assembly:
     """Puts a plan together from what was decided for each edge."""
 
-    def __init__(self, regions: Regions, ways: Ways, kept: Mapping[Edge, list[Entry]]) -> None:
-        self.regions, self.ways, self.kept = regions, ways, kept
+    def __init__(
+        self, regions: Regions, ways: Ways, kept: Mapping[Edge, list[Entry]], *, hooked: bool
+    ) -> None:
+        self.regions, self.ways, self.kept, self.hooked = regions, ways, kept, hooked
         self.captures: dict[Edge, int] = {}
         self.plain = {edge: regions.plain_target(edge) for edge in kept}
 
@@ -237,6 +240,8 @@ class _Assembly:
             needs_roots=any(
                 issubclass(regions.shape.types[node], BackwardCFunction) for node in passed_later
             ),
+            cuts_off=self.hooked
+            or any(issubclass(kind, BackwardCFunction) for kind in regions.shape.types),
             leaves=regions.leaves,
             leaf_set=regions.leaf_set,
             deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),
