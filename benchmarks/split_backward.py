@@ -34,6 +34,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from pipeloom.runtime.backward import choose_method
 from pipeloom.runtime.backward.boxes import Boxes
+from pipeloom.runtime.backward.compiled import compile_for_pipelines
 from pipeloom.runtime.backward.cuda_graphs import CapturedStage
 
 
@@ -90,7 +91,14 @@ class Case:
 
 
 CUDA_CASES = [Case(4, 4096, 2048), Case(8, 1024, 1024), Case(4, 512, 256), Case(4, 1024, 2048, 8)]
-CPU_CASES = [Case(2, 384, 192), Case(8, 256, 128), Case(4, 128, 32), Case(4, 128, 128, 8)]
+# The last row has so little to compute that only the host's own work is left.
+CPU_CASES = [
+    Case(2, 384, 192),
+    Case(8, 256, 128),
+    Case(4, 128, 32),
+    Case(4, 128, 128, 8),
+    Case(8, 16, 16),
+]
 
 
 KINDS = ("eager", "compiled", "captured")
@@ -132,7 +140,8 @@ class Bench:
             del self.ways["torch"]
             self.split = copy.deepcopy(self.module)
         if kind == "compiled":
-            for module, backend in ((self.module, "inductor"), (self.split, "pipeloom")):
+            backends: tuple[Any, ...] = ("inductor", compile_for_pipelines)
+            for module, backend in zip((self.module, self.split), backends, strict=True):
                 for block in module.children():
                     block.compile(backend=backend)
         elif kind == "captured":

@@ -182,6 +182,25 @@ def test_the_logger_tells_methods_times_and_progress(caplog):
     assert not caplog.records
 
 
+def test_a_pipeline_tells_how_its_backwards_are_split():
+    pipe = make_pipe(backward={0: "auto", 1: "graph", 2: "whole", 3: "deferred"})
+    assert {stage: choice.method for stage, choice in pipe.backward_choices.items()} == {2: "whole"}
+    x, y = make_batch(8)
+    pipe.eval(x, target=y)
+    assert set(pipe.backward_choices) == {2}
+    pipe.step(x, target=y)
+    choices = pipe.backward_choices
+    assert {stage: choice.method for stage, choice in choices.items()} == {
+        0: "deferred",
+        1: "graph",
+        2: "whole",
+        3: "deferred",
+    }
+    assert choices[2].reason == "asked for"
+    trained = {name for name, p in pipe.modules[3].named_parameters() if p.grad is not None}
+    assert {*choices[3].deferred, *choices[3].computed_in_input} == trained
+
+
 def test_a_gradient_scaler_in_the_loss():
     stages = [stage.float() for stage in ZOO["blocks"].make_stages(2)]
     plain = copy_stages(stages)

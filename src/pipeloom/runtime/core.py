@@ -22,6 +22,7 @@ from torch import nn
 
 from pipeloom.errors import ScheduleError, StepError
 from pipeloom.ir.schedule import Schedule
+from pipeloom.runtime.backward import Choice
 from pipeloom.runtime.bindings import Bindings
 from pipeloom.runtime.driver import drive, make_failure
 from pipeloom.runtime.executor import Executor
@@ -89,6 +90,15 @@ class PipelineCore:
     def program(self) -> Schedule:
         """The complete program of a training step: what the ranks run."""
         return self._programs.training()
+
+    @property
+    def backward_choices(self) -> Mapping[int, Choice]:
+        """How the backward of each stage here is split, and why; complete after the first step."""
+        return {
+            stage: runner.backward.choice
+            for stage, runner in self._runners.items()
+            if runner.backward is not None and runner.backward.choice is not None
+        }
 
     def step(
         self,
@@ -256,10 +266,8 @@ class PipelineCore:
         )
         if program.has_backward:
             self._num_trained += 1
-            for stage, runner in self._runners.items() if self._num_trained == 1 else ():
-                choice = runner.backward.choice if runner.backward is not None else None
-                if choice is not None:
-                    logger.info("stage %d: backward %s: %s", stage, choice.method, choice.reason)
+            for stage, choice in self.backward_choices.items() if self._num_trained == 1 else ():
+                logger.info("stage %d: backward %s: %s", stage, choice.method, choice.reason)
 
     def _split(
         self,
