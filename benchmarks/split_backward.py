@@ -124,8 +124,9 @@ class Bench:
         self.case, self.device = case, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
-        blocks = [case.block() for _ in range(case.layers)]
-        self.module = nn.Sequential(*blocks).to(device=device, dtype=dtype)
+        with torch.device(device):
+            blocks = [case.block() for _ in range(case.layers)]
+        self.module = nn.Sequential(*blocks).to(dtype)
         shape = (1, case.tokens, case.width)
         self.x = torch.randn(shape, device=device, dtype=dtype)
         self.grad = torch.randn_like(self.x)
@@ -140,6 +141,10 @@ class Bench:
             del self.ways["torch"]
             self.split = copy.deepcopy(self.module)
         if kind == "compiled":
+            # Each case by itself: torch would take other sizes for dynamic ones, and would run code
+            # that it compiled too often as it is.
+            torch._dynamo.reset()
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
             backends: tuple[Any, ...] = ("inductor", compile_for_pipelines)
             for module, backend in zip((self.module, self.split), backends, strict=True):
                 for block in module.children():
@@ -170,7 +175,8 @@ class Bench:
     def run_torch(self, between: Callable[[Any], None]) -> None:
         x = self.x.clone().requires_grad_()
         y = self.module(x)
-        _, groups = stage_backward_input([y], [self.grad], [x], self.module.parameters())
+        # Without the gradient of the input, which goes to the stage before.
+        groups = stage_backward_input([y], [self.grad], [x], self.module.parameters())[1]
         del x, y
         between(groups)
         stage_backward_weight(self.module.parameters(), groups)

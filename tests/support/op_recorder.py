@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.runtime.backward.cuda_graphs.recorder import CannotRecord
+
 # What a device could not do without asking the host.
 ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 
@@ -26,7 +28,8 @@ class Recording(TorchDispatchMode):
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(name in str(func) for name in ASKS_THE_HOST), f"{func} asks the host"
+        if any(name in str(func) for name in ASKS_THE_HOST):
+            raise CannotRecord(f"{func} asks the host")
         result = func(*args, **(kwargs or {}))
         # The memory, not the tensors, which Python may change afterwards.
         self.operations.append(tree_map_only(Tensor, Tensor.detach, (func, args, kwargs, result)))
@@ -51,6 +54,9 @@ class OpRecorder:
 
     def aside(self) -> Any:
         return nullcontext()
+
+    def strictly(self) -> Any:
+        return Recording()
 
     def new_pool(self) -> None:
         return None

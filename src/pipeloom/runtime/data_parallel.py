@@ -107,7 +107,7 @@ class _ShardedStage:
         self._set_synchronisation(True)
         states = [part._get_fsdp_state() for part in self._parts]
         for state in reversed(states):
-            for group in state._fsdp_param_groups:
+            for group in _parameter_groups(state):
                 group.post_backward()
         for state in states:
             if state._is_root:
@@ -122,6 +122,14 @@ class _ShardedStage:
             part.set_requires_gradient_sync(on, recurse=False)
             part.set_reshard_after_backward(on, recurse=False)
             part.set_is_last_backward(on)
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """What FSDP gathers and reduces together; up to torch 2.11 at most one group a module."""
+    several: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several
+    return [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 class _ReplicatedStage:

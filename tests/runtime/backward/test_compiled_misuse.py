@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,34 @@ def test_an_engine_that_is_compiled_itself_runs_it_whole() -> None:
     run_split(backward, module, batches, truth)  # and no longer
     assert_same_parameters(module, truth.module)
     assert backward.choice.method == "deferred"
+
+
+def test_a_backward_is_compiled_under_the_settings_of_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in another thread, as the engine has for each device, where settings begin anew."""
+    from torch._inductor import compile_fx, config
+
+    seen: list[object] = []
+    compile_inner = compile_fx.compile_fx_inner
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(config.realize_opcount_threshold)
+        return compile_inner(*args, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", watched)
+    module = Weights(lambda x, a, b: torch.tanh(x @ a) @ b, (4, 4), (4, 4))
+    truth = accumulate(module, [x_of(3, 4)])
+    compile_all(module, COMPILED)
+    with config.patch(realize_opcount_threshold=17):
+        y = module(*x_of(3, 4))
+        thread = threading.Thread(target=y.backward, args=(torch.ones_like(y),))
+        thread.start()
+        thread.join()
+    assert seen == [17, 17]
+    assert [p.grad.shape for p in module.parameters()] == [
+        p.grad.shape for p in truth.module.parameters()
+    ]
 
 
 def test_gradients_that_nobody_left_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

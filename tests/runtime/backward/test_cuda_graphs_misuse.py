@@ -1,21 +1,20 @@
-"""What a replay would get wrong in silence, and stages that cannot be captured."""
+"""What a replay would get wrong in silence."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import pipeloom
 from pipeloom.errors import BackwardError, BackwardMethodError, ShapeError, StepFailed
 from pipeloom.runtime.backward.cuda_graphs import (
     CapturedStage,
-    Recorder,
     slots_needed,
 )
 from tests.runtime.backward.capturing import (
@@ -25,7 +24,6 @@ from tests.runtime.backward.capturing import (
     sample,
     stage,
 )
-from tests.runtime.backward.stages import WIDTH, Block
 from tests.support.op_recorder import OpRecorder
 
 torch.set_num_threads(1)
@@ -118,8 +116,8 @@ def test_results_stay_as_they_are_when_the_slot_is_used_again(new_recorder: NewR
     del y
     module((2 * x).detach().requires_grad_()).pow(2).sum().backward()
     captured.weight_backward()()
-    for one, copy in zip(kept, copies, strict=True):
-        assert torch.equal(one, copy)
+    for one, before in zip(kept, copies, strict=True):
+        assert torch.equal(one, before)
 
 
 def test_too_few_slots_and_how_many_are_needed(new_recorder: NewRecorder) -> None:
@@ -207,6 +205,34 @@ def test_hooks_on_the_stage_itself_run_as_ever(new_recorder: NewRecorder) -> Non
     assert torch.equal(module(x), 2 * plain)
 
 
+def test_nothing_is_written_before_those_who_play_are_in_turn() -> None:
+    """Another stream may still play from the memory that a microbatch is copied to."""
+    recorder = OpRecorder()
+    module = stage(recorder)
+    captured = CapturedStage(module, sample(recorder), num_slots=1, recorder=recorder)
+    [slot] = captured._free
+    before = []
+    recorder.before_replay = lambda: before.append(
+        [tensor.abs().sum().item() for tensor in (slot.inputs[0], slot.output_grads[0])]
+    )
+    module(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    captured.weight_backward()()
+    assert before == [[0, 0], [32, 0], [32, 32]]
+
+
+def test_captured_modules_are_not_copied_or_captured_twice(new_recorder: NewRecorder) -> None:
+    module, captured, x = make(new_recorder)
+    for copy_it in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"captured stage 3 cannot be .*release\(\) it first"):
+            copy_it(module)
+    with pytest.raises(BackwardMethodError, match=r"stage 3 .*captured already; release\(\)"):
+        CapturedStage(
+            module, sample(captured._recorder), num_slots=1, stage=3, recorder=new_recorder()
+        )
+    captured.release()
+    copy.deepcopy(module)(x)
+
+
 def test_nobody_who_asks_for_the_weights(new_recorder: NewRecorder) -> None:
     module, _, x = make(new_recorder, num_slots=2)
     module(x).sum().backward()
@@ -257,121 +283,3 @@ def test_a_failed_step_gives_its_slots_back() -> None:
     del pipe
     gc.collect()
     assert [len(one._free) for one in captured] == [one.num_slots for one in captured]
-
-
-# ── what cannot be captured ──────────────────────────────────────────────────────────────────────
-
-
-def refusal(module: nn.Module, *args: Any, recorder: Recorder | None = None) -> str:
-    with pytest.raises(BackwardMethodError) as caught:
-        CapturedStage(module, *args, num_slots=1, stage=3, recorder=recorder or OpRecorder())
-    message = str(caught.value)
-    assert message.startswith("stage 3 cannot be captured as CUDA graphs: ")
-    assert "forward" not in vars(module)
-    return message
-
-
-def test_everything_in_the_way_is_said_at_once() -> None:
-    module = Layers()
-    module.first.bias.register_hook(lambda grad: None)
-    module.norm.register_forward_hook(lambda *args: None)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        message = refusal(module, torch.zeros(4, 8))
-    for part in ("first.bias has hooks", "its part 'norm' has hooks", "no_grad", "cache_enabled"):
-        assert part in message
-
-
-def test_stages_on_the_cpu() -> None:
-    with pytest.raises(
-        BackwardMethodError, match=r"parameter first\.weight is on cpu.* input 0 is"
-    ):
-        CapturedStage(Layers(), torch.zeros(4, 8), num_slots=1)
-
-
-def test_tensors_on_several_devices() -> None:
-    module = Layers()
-    module.register_buffer("elsewhere", torch.zeros(2, device="meta"))
-    assert "buffer elsewhere is on meta, not on cpu" in refusal(module, torch.zeros(4, 8))
-
-
-def test_graphs_that_are_still_held() -> None:
-    module = Layers()
-    loss = module(torch.zeros(4, 8)).sum()
-    assert "parameter first.weight is part of a graph" in refusal(module, torch.zeros(4, 8))
-    del loss
-    CapturedStage(module, torch.zeros(4, 8), num_slots=1, recorder=OpRecorder())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, dropout: float, reentrant: bool) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.filterwarnings("ignore::pipeloom.runtime.backward.SplitBackwardWarning")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_random_numbers_that_a_checkpoint_draws_twice(reentrant: bool) -> None:
-    x = torch.zeros(4, 8, requires_grad=True)
-    message = refusal(Checkpointed(dropout=0.5, reentrant=reentrant), x)
-    assert "recomputes random numbers" in message
-    CapturedStage(
-        Checkpointed(dropout=0.0, reentrant=reentrant), x, num_slots=1, recorder=OpRecorder()
-    )
-
-
-class Replacing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.mean + x.detach().mean(0)
-        return self.layer(x)
-
-
-def test_buffers_that_are_replaced() -> None:
-    module = Replacing()
-    assert "in the place of buffer mean" in refusal(module, torch.zeros(4, 8))
-
-
-def test_sparse_gradients() -> None:
-    module = nn.Embedding(5, 8, sparse=True)
-    message = refusal(module, torch.zeros(4, dtype=torch.long))
-    assert "parameter weight gets sparse gradients" in message
-    assert module.weight.grad is None
-
-
-def test_stages_whose_gradients_are_reduced_are_refused_by_the_pipeline() -> None:
-    stages = [Layers() for _ in range(4)]
-    captured = CapturedStage(stages[0], torch.zeros(2, 8), num_slots=4, recorder=OpRecorder())
-    with pytest.raises(BackwardMethodError, match="stages 0 were captured"):
-        pipeloom.LocalPipeline(
-            stages,
-            schedule="chimera",
-            ranks=2,
-            microbatches=4,
-            loss_fn=nn.functional.mse_loss,
-            weight_backward={0: captured.weight_backward},
-        )
-
-
-def test_a_failed_capture_leaves_no_trace() -> None:
-    class Fails(Block):
-        num_calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.num_calls += 1
-            if self.num_calls > 3:  # while recording
-                raise ValueError("not now")
-            return super().forward(x)
-
-    module = Fails()
-    with pytest.raises(ValueError, match="not now"):
-        CapturedStage(module, torch.zeros(2, 4, WIDTH), num_slots=1, recorder=OpRecorder())
-    assert all(parameter.grad is None for parameter in module.parameters())
-    assert "forward" not in vars(module)

@@ -245,7 +245,8 @@ def _why_nothing(graph: Graph, plan: Plan) -> str:
     if _has_compiled(graph):
         return (
             "the weights are inside a compiled region, whose backward computes both halves at "
-            'once; compile it with torch.compile(…, backend="pipeloom") to defer them'
+            'once; torch.compile(…, backend="pipeloom") compiles backwards that come in halves, '
+            "wherever they can be cut"
         )
     if kinds & FUSED_TYPES:
         return f"{min(kinds & FUSED_TYPES)} computes both halves in one kernel"

@@ -16,6 +16,7 @@ which has backwards in one piece.
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -30,7 +31,12 @@ from pipeloom.errors import BackwardMethodError
 from pipeloom.runtime.backward.compiled.cut import made_of
 from pipeloom.runtime.backward.compiled.halves import Halves, Signature
 
-__all__ = ["compile_for_pipelines", "leaves_weights", "run_eagerly_for_pipelines"]
+__all__ = [
+    "compile_for_pipelines",
+    "leaves_weights",
+    "replays_cuda_graphs",
+    "run_eagerly_for_pipelines",
+]
 
 Compiled = Callable[..., Any]
 
@@ -56,6 +62,8 @@ def compile_for_pipelines(
         )
     forward: list[Signature] = []
     given = _given(example_inputs)  # not the tensors themselves, which nothing here should keep
+    # B on a device runs in a thread of the engine's, where torch's settings are not the user's.
+    here = contextvars.copy_context()
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], **known: Any) -> Any:
         if not known.get("is_backward"):
@@ -65,6 +73,9 @@ def compile_for_pipelines(
             static = frozenset(known.pop("static_input_idxs", ()))
 
             def compile_part(part: GraphModule, reads: Sequence[int]) -> Any:
+                return here.copy().run(compile_now, part, reads)
+
+            def compile_now(part: GraphModule, reads: Sequence[int]) -> Any:
                 with ExitStack() as during:
                     during.enter_context(config.patch(patches))
                     during.enter_context(_in_a_cache_of_its_own())
@@ -130,10 +141,21 @@ def run_eagerly_for_pipelines(
 
 
 def leaves_weights(module: nn.Module) -> bool:
-    """Whether a compiled module was compiled by a backend of this file.
+    """Whether a compiled module was compiled by a backend of this file."""
+    return _backend_of(module) in (compile_for_pipelines, run_eagerly_for_pipelines)
+
+
+def replays_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a module was compiled into CUDA graphs, by torch's own compiler."""
+    config: Any = getattr(_backend_of(module), "config", None)
+    return isinstance(config, Mapping) and bool(config.get("triton.cudagraphs"))
+
+
+def _backend_of(module: nn.Module) -> Any:
+    """What compiled a module, if anything did.
 
     torch does not say which backend it will call, so this looks at what it keeps; where that has
-    changed, the answer is no.
+    changed, the answer is ``None``.
     """
     callback: Any = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
     for function in (getattr(module, "_compiled_call_impl", None), module.forward):
@@ -141,8 +163,7 @@ def leaves_weights(module: nn.Module) -> bool:
             callback = inspect.getclosurevars(function).nonlocals.get("callback")
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
-    backend = getattr(callback, "compiler_fn", callback)
-    return backend in (compile_for_pipelines, run_eagerly_for_pipelines)
+    return getattr(callback, "compiler_fn", callback)
 
 
 def _backwards_at_hand() -> AbstractContextManager[object]:

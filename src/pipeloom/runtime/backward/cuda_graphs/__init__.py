@@ -22,6 +22,8 @@ when the stage is captured; what may change afterwards is checked at every repla
 
     stage.py       CapturedStage
     obstacles.py   what stands in the way of a capture
+    traces.py      what a first run shows of that
+    settings.py    what must be as it was at the capture
     recorder.py    who records: CUDA, or a test
 """
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipeloom.runtime.backward.checkpointing import saves_recomputed
-from pipeloom.runtime.backward.decide import REENTRANT_CHECKPOINT
-from pipeloom.runtime.backward.walk import Graph
+from pipeloom.runtime.backward.compiled.backend import replays_cuda_graphs
 from pipeloom.runtime.data_parallel import recognise
 
-__all__ = ["obstacles_before", "obstacles_in_graph", "stale_parameters"]
+__all__ = ["HOOKS", "obstacles_before", "stale_parameters"]
 
 MARK = "pipeloom: was there before the capture"
 HOOKS = (
@@ -50,6 +48,12 @@ def obstacles_before(
         f"{f'its part {name!r}' if name else 'the module'} has hooks, which a replay would not run"
         for name, part in module.named_modules()
         if any(getattr(part, hooks, None) for hooks in HOOKS)
+    ]
+    found += [
+        f"{f'its part {name!r}' if name else 'the module'} is compiled into CUDA graphs by torch, "
+        'whose memory slots would share; leave out mode="reduce-overhead"'
+        for name, part in module.named_modules()
+        if replays_cuda_graphs(part)
     ]
     return found
 
@@ -95,23 +99,3 @@ def stale_parameters(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def _place(parameter: Tensor) -> Any:
     return get_gradient_edge(parameter).node
-
-
-def obstacles_in_graph(graph: Graph, *, draws: bool, buffers: Iterable[Any]) -> list[str]:
-    """What a first run shows. ``draws``: its forward drew random numbers; ``buffers``: names of
-    those that were replaced.
-    """
-    found: list[str] = []
-    if draws and any(
-        saves_recomputed(node) or type(node).__name__ == REENTRANT_CHECKPOINT
-        for node in graph.nodes
-    ):
-        found.append(
-            "a checkpoint in it recomputes random numbers, which come out differently at a replay; "
-            "leave out the checkpoint, or what is random"
-        )
-    found += [
-        f"its forward puts another tensor in the place of buffer {name}; change it in place"
-        for name in buffers
-    ]
-    return found

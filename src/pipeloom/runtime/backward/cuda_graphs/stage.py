@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,10 @@ from pipeloom.ir.occupancy import walk_occupancy
 from pipeloom.ir.products import ACTIVATION, RETAINED
 from pipeloom.ir.schedule import Schedule
 from pipeloom.runtime.backward.choose import choose_method
-from pipeloom.runtime.backward.cuda_graphs.obstacles import (
-    obstacles_before,
-    obstacles_in_graph,
-    stale_parameters,
-)
-from pipeloom.runtime.backward.cuda_graphs.recorder import CudaRecorder, Recorder
+from pipeloom.runtime.backward.cuda_graphs.obstacles import obstacles_before, stale_parameters
+from pipeloom.runtime.backward.cuda_graphs.recorder import CannotRecord, CudaRecorder, Recorder
 from pipeloom.runtime.backward.cuda_graphs.settings import Settings
+from pipeloom.runtime.backward.cuda_graphs.traces import Traces
 from pipeloom.runtime.backward.method import BackwardMethod, Gradients, SavedMicrobatch
 from pipeloom.runtime.backward.walk import read_graph
 from pipeloom.runtime.boundary import Layout, assemble, find_differences, take_apart
@@ -104,6 +101,8 @@ class CapturedStage:
         sample, self._arguments = take_apart((args, dict(kwargs or {})))
         tensors = [*module.parameters(), *module.buffers(), *sample]
         device = recorder.device if recorder is not None else _cuda_device(tensors)
+        if isinstance(getattr(module.forward, "__self__", None), CapturedStage):
+            _refuse_if(["it is captured already; release() that first"], stage)
         _refuse_if(obstacles_before(module, sample, device), stage)
         self._recorder = recorder or CudaRecorder(device)
         self._own_forward = module.forward
@@ -117,9 +116,10 @@ class CapturedStage:
         self._memory = [
             (holder, name, tensor, tensor.data_ptr())
             for part in module.modules()
-            for holder in (part._parameters, part._buffers)
+            # Attributes as well: tables and masks that the code keeps for itself.
+            for holder in (part._parameters, part._buffers, vars(part))
             for name, tensor in holder.items()
-            if tensor is not None
+            if isinstance(tensor, Tensor)
         ]
         self._settings = Settings(module, self._recorder.device)
         self._anchor = torch.zeros((), device=self._recorder.device, requires_grad=True)
@@ -132,6 +132,12 @@ class CapturedStage:
         else:
             vars(self.module).pop("forward", None)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._where()} cannot be copied or pickled, and so its module cannot: recordings "
+            "belong to this process; use the module's state_dict(), or release() it first"
+        )
+
     def weight_backward(self) -> Callable[[], object]:
         """What W of the microbatch does whose backward has just run; for ``weight_backward=``."""
         if not self._left:
@@ -139,8 +145,8 @@ class CapturedStage:
         lease = self._left.pop()
 
         def run() -> None:
-            self._attach_gradients()
             self._recorder.before_replay()
+            self._attach_gradients()
             lease.slot.weight()
 
         return run
@@ -160,14 +166,19 @@ class CapturedStage:
                 during.enter_context(torch.random.fork_rng(cuda))
                 during.enter_context(self._recorder.aside())
                 _refuse_if(stale_parameters(parameters), self.stage)
-                for _ in range(NUM_WARM_UP_RUNS):
-                    self._warm_up(backward, sample)
+                for run in range(NUM_WARM_UP_RUNS):
+                    is_last = run == NUM_WARM_UP_RUNS - 1
+                    with self._recorder.strictly() if is_last else nullcontext():
+                        self._warm_up(backward, sample, is_first=run == 0)
+                gc.collect()  # what is let go in the middle of a recording becomes part of it
                 self._grads = [(n, p, p.grad) for n, p in parameters if p.grad is not None]
                 self._refuse_sparse()
                 self._free = [self._record(backward, sample) for _ in range(self.num_slots)]
                 # A .grad that came to be in a recording would lie in memory that slots reuse.
                 grads = {name: grad for name, _, grad in self._grads}
                 assert all(p.grad is grads.get(name) for name, p in parameters)
+        except CannotRecord as error:
+            raise _refusal([str(error)], self.stage) from (error.__cause__ or error)
         finally:
             with torch.no_grad():
                 for parameter, grad, values in before:
@@ -177,16 +188,14 @@ class CapturedStage:
                 for buffer, values in buffers:
                     buffer.copy_(values)
 
-    def _warm_up(self, backward: BackwardMethod, sample: Sequence[Tensor]) -> None:
-        device = self._recorder.device
-        names = dict(self.module.named_buffers())
-        random = _random_state(device)
+    def _warm_up(
+        self, backward: BackwardMethod, sample: Sequence[Tensor], *, is_first: bool
+    ) -> None:
+        traces = Traces(self.module, self._recorder.device)
         inputs = _leaves(sample)
         saved, outputs = self._run_forward(backward, inputs)
-        moved = [n for n, buffer in self.module.named_buffers() if names.get(n) is not buffer]
         graph = read_graph(saved.inputs, saved.outputs)
-        draws = not torch.equal(random, _random_state(device))
-        _refuse_if(obstacles_in_graph(graph, draws=draws, buffers=moved), self.stage)
+        _refuse_if(traces.obstacles(graph, is_first=is_first), self.stage)
         backward.input(saved, [torch.zeros_like(out) for out in self._differentiable(outputs)])
         backward.weight(saved)
 
@@ -278,8 +287,8 @@ class CapturedStage:
         if moved:
             raise BackwardError(
                 f"{self._where()} was captured with other memory for {', '.join(moved)}; change "
-                "parameters and buffers in place (copy_, load_state_dict without assign), "
-                "or capture the stage again",
+                "parameters, buffers and attributes in place (copy_, load_state_dict without "
+                "assign), or capture the stage again",
                 stage=self.stage,
                 parameters=tuple(moved),
             )
@@ -321,9 +330,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, stage: CapturedStage, anchor: Tensor, *given: Tensor) -> Any:
         stage._check_memory()
         lease = stage._lease()
+        stage._recorder.before_replay()
         for static, value in zip(lease.slot.inputs, given, strict=True):
             static.copy_(value)
-        stage._recorder.before_replay()
         lease.slot.forward()
         outputs = tuple(output.clone() for output in lease.slot.outputs)
         ctx.stage, ctx.lease = stage, lease
@@ -344,13 +353,13 @@ class _Replay(torch.autograd.Function):
                 stage=stage.stage,
             )
         slot: Slot = lease.slot
+        stage._recorder.before_replay()
         stage._attach_gradients()
         for static, value in zip(slot.output_grads, stage._differentiable(grads), strict=True):
             static.zero_() if value is None else static.copy_(value)
-        stage._recorder.before_replay()
         slot.input()
+        given = [None if grad is None else grad.clone() for grad in slot.input_grads]
         stage._left.append(lease)
-        given = (None if grad is None else grad.clone() for grad in slot.input_grads)
         return None, None, *given
 
 
@@ -368,13 +377,11 @@ def _leaves(sample: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().clone().requires_grad_(x.requires_grad) for x in sample]
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
 def _refuse_if(problems: Sequence[str], stage: int | None) -> None:
     if problems:
-        where = "the stage" if stage is None else f"stage {stage}"
-        raise BackwardMethodError(
-            f"{where} cannot be captured as CUDA graphs: {'; '.join(problems)}"
-        )
+        raise _refusal(problems, stage)
+
+
+def _refusal(problems: Sequence[str], stage: int | None) -> BackwardMethodError:
+    where = "the stage" if stage is None else f"stage {stage}"
+    return BackwardMethodError(f"{where} cannot be captured as CUDA graphs: {'; '.join(problems)}")
