@@ -141,6 +141,7 @@ def test_a_backward_is_compiled_under_the_settings_of_its_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also in another thread, as the engine has for each device, where settings begin anew."""
+    from torch._dynamo.convert_frame import compile_lock
     from torch._inductor import compile_fx, config
 
     seen: list[object] = []
@@ -148,6 +149,7 @@ def test_a_backward_is_compiled_under_the_settings_of_its_forward(
 
     def watched(*args: Any, **options: Any) -> Any:
         seen.append(config.realize_opcount_threshold)
+        assert compile_lock._is_owned(), "the compiler is not for several threads at once"
         return compile_inner(*args, **options)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", watched)

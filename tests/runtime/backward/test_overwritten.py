@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 from pipeloom.errors import BackwardError
 from pipeloom.runtime.backward import choose_method
-from tests.runtime.backward.compiling import EAGER
+from tests.runtime.backward.compiling import COMPILED, EAGER, compile_all
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_inputs,
@@ -94,6 +94,32 @@ def test_an_activation_that_i_overwrites_is_an_error(method: str, compiled: bool
     truth = accumulate(module, batches) if not compiled else truth
     run_split(choose_method(module, method="whole"), module, batches, truth)
     assert_same_parameters(module, truth.module)
+
+
+class Flattened(nn.Module):
+    """The gradient of its input, and that of a product, are views of one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return torch.relu(x.view(-1, 4) + self.layer(z))
+
+
+@pytest.mark.parametrize("backend", [None, EAGER, COMPILED])
+def test_a_returned_gradient_that_is_overwritten_before_w(backend: str | None) -> None:
+    """Compiled code returns views that count their changes apart."""
+    torch._dynamo.reset()
+    module = Flattened().to(DTYPE)
+    if backend is not None:
+        compile_all(module, backend)
+    backward = choose_method(module, stage=2)
+    saved = run_forward(backward, module, [*x_of(2, 3, 4), *x_of(6, 4)], 0)
+    [dx, _] = backward.input(saved, [torch.ones(6, 4, dtype=DTYPE)])
+    dx.mul_(0)
+    with pytest.raises(BackwardError, match=r"stage 2.*was overwritten.*layer\.weight"):
+        backward.weight(saved)
 
 
 def test_an_activation_that_nobody_needs_any_more_may_be_overwritten() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,3 +256,45 @@ def test_graphs_that_differ_in_nothing_but_transposed_dimensions() -> None:
     gradients = run_split(backward, module, batches, truth)
     assert_same_parameters(module, truth.module)
     assert_same_inputs(gradients, truth.input_grads)
+
+
+SPARSE = torch.eye(4).to_sparse()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "use"),
+    [
+        ((4, 4), lambda x, w: F.linear(SPARSE, w) + x),
+        ((4, 4), lambda x, w: SPARSE @ w.t() + x),
+        ((4, 4), lambda x, w: F.linear(x.to_sparse(), w)),
+        ((2, 4, 4), lambda x, w: torch.bmm(torch.stack([x, x]).to_sparse(), w)),
+    ],
+)
+@pytest.mark.parametrize("method", ["auto", "graph"])
+def test_sparse_operands(
+    shape: tuple[int, ...], use: Callable[[Tensor, Tensor], Tensor], grad: bool, method: str
+) -> None:
+    class Use(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return use(x, self.weight)
+
+    torch.manual_seed(0)
+    module, batches = Use(), [[torch.randn(4, 4, requires_grad=grad)] for _ in range(3)]
+    truth = accumulate(module, batches)
+    gradients = run_split(choose_method(module, method=method), module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+
+
+def test_sparse_gradients_of_nodes_that_run_again() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Tanh())
+    batches = [[torch.tensor([1, 2, 1, 0])] for _ in range(3)]
+    truth = accumulate(module, batches)
+    run_split(choose_method(module, method="graph"), module, batches, truth)
+    assert module[0].weight.grad.is_sparse
+    torch.testing.assert_close(module[0].weight.grad, truth.module[0].weight.grad)

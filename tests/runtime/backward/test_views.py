@@ -123,6 +123,25 @@ def test_a_weight_seen_through_views(name: str, compiled: bool) -> None:
     assert_same_inputs(inputs, truth.input_grads)
 
 
+open_slice = torch.ops.aten.slice.Tensor
+
+
+@pytest.mark.parametrize(
+    ("shape", "x_shape", "use"),
+    [
+        ((), (3, 1), lambda x, w: x @ w.transpose(0, 0).view(1, 1)),
+        ((8, 8), (3, 4), lambda x, w: x @ open_slice(w, 0, None, None, 2)),
+    ],
+    ids=["no dimensions", "open ends"],
+)
+def test_rare_views(shape: tuple[int, ...], x_shape: tuple[int, ...], use: Use) -> None:
+    module, batches = Uses(shape, use), [x_of(*x_shape) for _ in range(3)]
+    truth = accumulate(module, batches)
+    gradients = run_split(choose_method(module), module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+
+
 def in_place(module: nn.Module, x: list[Tensor], grad: Tensor | None) -> bool:
     """Whether W adds to the memory of ``grad`` without the engine."""
     backward = choose_method(module, hold_at_most=None)

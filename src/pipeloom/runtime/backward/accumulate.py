@@ -126,9 +126,8 @@ def _own(kept: Gradient, plan: Plan) -> Tensor:
 
 def _not_shared(grad: Tensor, given: Sequence[Tensor]) -> Tensor:
     """What a node computed, unless it only passed on what it was given."""
-    memory = {one.untyped_storage().data_ptr() for one in given if type(one) is Tensor}
-    is_view = type(grad) is Tensor and grad.untyped_storage().data_ptr() in memory
-    return grad.clone() if is_view else grad
+    memory = {storage.data_ptr() for one in given for storage in storages(one)}
+    return grad.clone() if any(one.data_ptr() in memory for one in storages(grad)) else grad
 
 
 def _wants_all_at_once(parameter: Tensor) -> bool:

@@ -59,7 +59,8 @@ class Boxes(saved_tensors_hooks):
         contents: list[weakref.ref[Box]] = []
 
         def pack(tensor: Tensor) -> Box:
-            box = Box(tensor)
+            # A node that saves its own result would hold itself, where no collector sees it.
+            box = Box(tensor if tensor.grad_fn is None else tensor.detach())
             contents.append(weakref.ref(box))
             return box
 

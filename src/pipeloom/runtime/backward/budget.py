@@ -10,17 +10,22 @@ for it. The products that hold most for their work are then computed right after
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeloom.runtime.backward.checkpointing import is_packed, saved_names
+from pipeloom.runtime.backward.checkpointing import is_packed, saved_names, tensors_saved
 from pipeloom.runtime.backward.pending import Product
 from pipeloom.runtime.backward.plan import Unit
 from pipeloom.runtime.backward.walk import Graph
 
-__all__ = ["bytes_of", "bytes_saved", "storages", "units_computed_early"]
+__all__ = [
+    "bytes_of",
+    "bytes_saved",
+    "storages",
+    "units_computed_early",
+    "weight_storages",
+]
 
 # The most of the weight work that may move from W to I for the sake of memory.
 MOST_WORK = 1 / 8
@@ -54,19 +59,18 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 def bytes_saved(graph: Graph, *, excluded: Iterable[int]) -> int:
     """What the graph of a forward keeps alive; 0 where hooks keep it in a way of their own."""
-    tensors: list[Tensor] = []
-    for node in graph.nodes:
-        kind: Any = type(node)
-        for name in saved_names(kind):
-            if is_packed(node, name):
-                return 0
-            plain = name.replace("_raw", "", 1)
-            if plain == "_saved_tensors":  # a custom Function has them under their own name
-                plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
-            found = getattr(node, plain, None)
-            many = found if isinstance(found, (list, tuple)) else (found,)
-            tensors += [one for one in many if isinstance(one, Tensor)]
-    return bytes_of(tensors, excluded=excluded)
+    if any(is_packed(node, name) for node in graph.nodes for name in saved_names(type(node))):
+        return 0
+    return bytes_of(tensors_saved(graph.nodes), excluded=excluded)
+
+
+def weight_storages(module: nn.Module) -> set[int]:
+    """The addresses of a module's parameters and buffers."""
+    return {
+        storage.data_ptr()
+        for tensor in (*module.parameters(), *module.buffers())
+        for storage in storages(tensor)
+    }
 
 
 def units_computed_early(

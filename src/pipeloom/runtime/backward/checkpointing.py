@@ -19,6 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from pipeloom.runtime.backward.boxes import Box
 
@@ -32,6 +34,7 @@ __all__ = [
     "saves_for_one_use",
     "saved_names",
     "saves_recomputed",
+    "tensors_saved",
 ]
 
 SavedTensor: Any = torch._C._autograd.SavedTensor
@@ -115,10 +118,31 @@ def _saved(node: Any) -> Iterator[Any]:
         yield from saved if isinstance(saved, (list, tuple)) else (saved,)
 
 
-@lru_cache(maxsize=256)
 def saved_names(kind: Any) -> tuple[str, ...]:
     """Under which names nodes of a kind have what they saved."""
+    # Functions written in Python all have the same; their classes may hold what they compiled.
+    return _saved_names(BackwardCFunction if issubclass(kind, BackwardCFunction) else kind)
+
+
+@lru_cache(maxsize=256)
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def tensors_saved(nodes: Iterable[Any]) -> list[Tensor]:
+    """What nodes keep as it is."""
+    tensors: list[Tensor] = []
+    for node in nodes:
+        for name in saved_names(type(node)):
+            if is_packed(node, name):
+                continue
+            plain = name.replace("_raw", "", 1)
+            if plain == "_saved_tensors":  # a custom Function has them under their own name
+                plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
+            found = getattr(node, plain, None)
+            many = found if isinstance(found, (list, tuple)) else (found,)
+            tensors += [one for one in many if isinstance(one, Tensor)]
+    return tensors
 
 
 def _hook(saved: Any) -> Any:

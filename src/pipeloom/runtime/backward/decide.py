@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from pipeloom.runtime.backward.budget import storages, weight_storages
 from pipeloom.runtime.backward.checkpointing import (
     allows_second_use,
     is_packed,
@@ -110,6 +111,14 @@ def decide(
             return False
         return True if allows_second_use(node) else None
 
+    own = weight_storages(module)
+
+    def is_fixed(node: Any, recipe: Recipe) -> bool:
+        if recipe.saved is None or is_packed(node, recipe.saved):
+            return False
+        other = getattr(node, recipe.saved.replace("_raw", "", 1))
+        return any(storage.data_ptr() in own for storage in storages(other))
+
     once = _why_once(graph, hooked=hooked)
 
     def may_run_again(node: Any, kind: str) -> bool:
@@ -135,6 +144,7 @@ def decide(
         rerun=may_run_again,
         packed=packed,
         halve=halve,
+        is_fixed=is_fixed,
     )
     wrong = structural_faults(graph.shape, plan) if check else set()
     if wrong:
@@ -245,8 +255,13 @@ def _why_nothing(graph: Graph, plan: Plan) -> str:
     if _has_compiled(graph):
         return (
             "the weights are inside a compiled region, whose backward computes both halves at "
-            'once; torch.compile(…, backend="pipeloom") compiles backwards that come in halves, '
-            "wherever they can be cut"
+            'once; compile it with torch.compile(…, backend="pipeloom") to defer them, unless that '
+            "is what did, and the backward is of a kind that cannot be cut"
+        )
+    if COMPILED in kinds:
+        return (
+            "the backward of its compiled code leaves nothing for W: it has no weight products of "
+            "its own, or changes tensors in place, or serves a weight that is used elsewhere too"
         )
     if kinds & FUSED_TYPES:
         return f"{min(kinds & FUSED_TYPES)} computes both halves in one kernel"

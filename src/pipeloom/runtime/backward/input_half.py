@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeloom.runtime.backward.operands import Taken
 from pipeloom.runtime.backward.pending import Gradient, Pending, Product
 from pipeloom.runtime.backward.plan import Deferred, Halved, Plan
 from pipeloom.runtime.backward.self_check import muted_hooks
+from pipeloom.runtime.backward.versions import versions
 from pipeloom.runtime.backward.walk import Edge, Graph, is_accumulate
 
 __all__ = ["run_engine", "run_input", "weights_have_hooks"]
@@ -55,7 +56,7 @@ def run_input(
             gradients, captured = run_engine(
                 graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
             )
-        captured = tuple(arrived.get(place, grad) for place, grad in enumerate(captured))
+        captured = tuple(arrived.grads.get(place, grad) for place, grad in enumerate(captured))
         arrivals = {
             position: grad
             for position, use in enumerate(plan.deferred)
@@ -66,7 +67,7 @@ def run_input(
         forget_recomputed(nodes)
     owners = graph.roots if plan.needs_roots else ()
     pending = Pending(plan, {index: nodes[index] for index in plan.passed_later}, owners)
-    pending.overwritten = taken.overwritten()
+    pending.overwritten = taken.overwritten() + _changed_on_the_way(plan, arrived)
     pending.products = [
         Product(plan.deferred[position], grad, taken[position], by_engine[position])
         for position, grad in arrivals.items()
@@ -144,18 +145,56 @@ def run_engine(
     return gradients, found[len(leaves) :]
 
 
+class _Arrived:
+    """Gradients as they came to nodes, by their captures, and how often they were written to."""
+
+    def __init__(self) -> None:
+        self.grads: dict[int, Tensor | None] = {}
+        self.versions: dict[int, list[int]] = {}
+
+    def note(self, place: int, grad: Tensor | None) -> None:
+        self.grads[place] = grad
+        if grad is not None:
+            self.versions[place] = versions([grad])
+
+    def changed(self) -> set[int]:
+        """The places of those that were written to since."""
+        return {
+            place
+            for place, before in self.versions.items()
+            if (grad := self.grads[place]) is not None and versions([grad]) != before
+        }
+
+
+def _changed_on_the_way(plan: Plan, arrived: _Arrived) -> list[Edge]:
+    """Where gradients enter that W will use, and that hooks changed in place after they came."""
+    changed = arrived.changed()
+    if not changed:
+        return []
+    return [
+        *(use.target for use in plan.deferred if use.capture in changed),
+        *(kept.target for kept in plan.in_input if kept.capture in changed),
+        *(
+            target
+            for again in plan.reruns
+            if any(place in changed for _, place in again.captures)
+            for target in again.targets
+        ),
+    ]
+
+
 @contextmanager
-def _noted_arrivals(graph: Graph, edges: Sequence[Edge]) -> Iterator[Mapping[int, Tensor | None]]:
+def _noted_arrivals(graph: Graph, edges: Sequence[Edge]) -> Iterator[_Arrived]:
     """Note, by its place among the edges, the gradient with which each edge's node is run.
 
     Where the engine is asked for a gradient at a node that it also runs, it gives the gradient as
     it was before the hooks of the node's results; what the node is run with is the one that counts.
     """
-    noted: dict[int, Tensor | None] = {}
+    noted = _Arrived()
 
     def note(place: int, output_nr: int) -> Callable[[tuple[Tensor | None, ...]], None]:
         def prehook(grads: tuple[Tensor | None, ...]) -> None:
-            noted[place] = grads[output_nr]
+            noted.note(place, grads[output_nr])
 
         return prehook
 
@@ -172,12 +211,28 @@ def weights_have_hooks(graph: Graph, plan: Plan, *, since: int) -> bool:
 
     ``since`` is the number that the first node of F could have.
     """
-    used = [_seen_weight(graph.nodes[use.node], use) for use in plan.deferred if use.chained]
-    if any(weight is not None and weight._backward_hooks for weight in used):
-        return True
-    # Boxes hide the tensors, and compiled code does not show them.
-    between = plan.weight_only - plan.leaf_set if plan.reruns or plan.halved else ()
-    return any(graph.nodes[index]._sequence_nr() < since for index in between)
+    nodes = graph.nodes
+    unseen: dict[int, bool] = {}  # where products enter → whether any does not show its weight
+    for use in plan.deferred:
+        if use.chained:
+            weight = _seen_weight(nodes[use.node], use)
+            if weight is not None and weight._backward_hooks:
+                return True
+            unseen[use.target[0]] = unseen.get(use.target[0], False) or weight is None
+    return any(
+        unseen.get(index, True)
+        and nodes[index]._sequence_nr() < since
+        and not _is_cached_cast(nodes[index])
+        for index in plan.weight_only - plan.leaf_set
+    )
+
+
+def _is_cached_cast(node: Any) -> bool:
+    """Whether a node may be a cast that autocast made for an earlier forward, which nobody sees."""
+    if type(node).__name__ != "ToCopyBackward0" or not torch.is_autocast_cache_enabled():
+        return False
+    below: Any = node.next_functions[0][0]
+    return is_accumulate(below) and torch.is_autocast_enabled(below.variable.device.type)
 
 
 def _seen_weight(node: Any, use: Deferred) -> Tensor | None:

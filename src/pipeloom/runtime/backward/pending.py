@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.runtime.backward.boxes import Box
+from pipeloom.runtime.backward.checkpointing import tensors_saved
 from pipeloom.runtime.backward.method import Root
 from pipeloom.runtime.backward.plan import Deferred, Plan
 from pipeloom.runtime.backward.recipes import Operands
@@ -95,8 +96,9 @@ class Pending:
                     self.shared.append((edge, tensor))
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that is held."""
-        return self._used() + [box.tensor for box in self.boxed if box.tensor is not None]
+        """Every tensor that is held, also by the nodes that W runs."""
+        boxed = [box.tensor for box in self.boxed if box.tensor is not None]
+        return self._used() + boxed + tensors_saved(self.nodes[at] for at in self.plan.saving)
 
     def seal(self) -> None:
         """Remember the contents of what W will use; nothing is added or removed from here on."""

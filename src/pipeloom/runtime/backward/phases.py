@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeloom.errors import BackwardError
+from pipeloom.errors import BackwardError, PipeloomError
 from pipeloom.runtime.backward.method import SavedMicrobatch
 
 __all__ = ["enter_phase", "failed_unless_done", "where"]
@@ -45,6 +45,8 @@ def failed_unless_done(saved: SavedMicrobatch, stage: int | None) -> Iterator[No
                 stage=stage,
                 microbatch=saved.microbatch,
             ) from error
+        if not isinstance(error, PipeloomError):
+            error.add_note(f"in the backward of {where(stage, saved.microbatch)}")
         raise
 
 

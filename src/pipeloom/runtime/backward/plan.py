@@ -136,6 +136,7 @@ def make_plan(
     rerun: Callable[[Any, str], bool],
     packed: Callable[[Any, Recipe], bool | None],
     halve: Halve,
+    is_fixed: Callable[[Any, Recipe], bool],
 ) -> Plan:
     """Decide, for one graph, what is deferred.
 
@@ -146,8 +147,9 @@ def make_plan(
     ``packed(node, recipe)`` says whether the activation is not there before its node runs
     (``None``: nor can it be taken then).
     ``halve(node, operands)`` cuts a compiled node, so that it leaves what it can of the operands.
+    ``is_fixed(node, recipe)`` says whether a product's other operand is a part of the module.
     """
-    regions = Regions(graph)
+    regions = Regions(graph, is_fixed)
     entries = regions.entries()
     group = regions.groups(entries)
     ways = find_ways(regions, entries, use_recipes=use_recipes, rerun=rerun, packed=packed)
@@ -197,6 +199,7 @@ class _Assembly:
     ) -> None:
         self.regions, self.ways, self.kept, self.hooked = regions, ways, kept, hooked
         self.captures: dict[Edge, int] = {}
+        self._asked_below: list[int] | None = None  # known once all captures are
         self.plain = {edge: regions.plain_target(edge) for edge in kept}
 
     def plan(self, wanted: list[Edge], group: dict[int, int], spoiled: set[int]) -> Plan:
@@ -241,7 +244,8 @@ class _Assembly:
                 issubclass(regions.shape.types[node], BackwardCFunction) for node in passed_later
             ),
             cuts_off=self.hooked
-            or any(issubclass(kind, BackwardCFunction) for kind in regions.shape.types),
+            or any(issubclass(kind, BackwardCFunction) for kind in regions.shape.types)
+            or any(self._is_left(use.node) for use in deferred),
             leaves=regions.leaves,
             leaf_set=regions.leaf_set,
             deferred_leaves=frozenset(below_kept & regions.leaf_set - {edge[0] for edge in wanted}),
@@ -306,16 +310,21 @@ class _Assembly:
         brings a gradient there, as it comes to those before.
         """
         packed = {place: use.node for place, use in enumerate(deferred) if use.packed}
-        if not packed:
-            return {}
-        children, inputs = self.regions.shape.children, self.regions.inputs
-        below, _ = self.regions.reaches({node for node, _ in self.captures} | inputs)
         return {
-            place: [node]
-            if any(child >= 0 and below[child] for child, _ in children[node])
-            else list(dict.fromkeys(self.regions.parents[node]))
+            place: list(dict.fromkeys(self.regions.parents[node]))
+            if self._is_left(node)
+            else [node]
             for place, node in packed.items()
         }
+
+    def _is_left(self, node: int) -> bool:
+        """Whether the engine only brings a gradient to a node, and so does not free it."""
+        if self._asked_below is None:
+            asked = {node for node, _ in self.captures} | self.regions.inputs
+            self._asked_below, _ = self.regions.reaches(asked)
+        below = self._asked_below
+        children = self.regions.shape.children[node]
+        return not any(child >= 0 and below[child] for child, _ in children)
 
     def _halve(self, node: int, cut: Cut) -> Halved:
         asked = self.ways.asked.get(node)

@@ -61,12 +61,17 @@ def _right_of_product(left: str, own: str, scale: str | None) -> Recipe:
         return getattr(node, left), _factor(node, scale)
 
     def compute(grad: Tensor, taken: Operands, transposed: bool) -> Tensor:
+        if taken[0].layout is not torch.strided:  # such an operand goes on the left
+            product = torch.bmm if grad.dim() == 3 else torch.mm
+            return _turned(_scaled(product(taken[0].mH, grad), taken[1]), transposed)
         if transposed:
             return _scaled(torch.matmul(grad.mT, taken[0].conj()), taken[1])
         return _scaled(torch.matmul(taken[0].mH, grad), taken[1])
 
     def add_to(total: Tensor, grad: Tensor, taken: Operands, transposed: bool) -> None:
-        if transposed:
+        if taken[0].layout is not torch.strided:
+            total.add_(compute(grad, taken, transposed))
+        elif transposed:
             add_product(total, grad.mT, taken[0].conj(), taken[1])
         else:
             add_product(total, taken[0].mH, grad, taken[1])

@@ -206,10 +206,14 @@ def muted_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
         for hooks in (getattr(parameter, "_backward_hooks", None) for parameter in parameters)
         if hooks
     ]
-    for hooks, _ in kept:
-        hooks.clear()
+    for hooks, contents in kept:
+        hooks.update(dict.fromkeys(contents, _do_nothing))
     try:
         yield
     finally:
-        for hooks, contents in kept:
-            hooks.update(contents)
+        for hooks, contents in kept:  # but for those that were removed meanwhile
+            hooks.update({key: hook for key, hook in contents.items() if key in hooks})
+
+
+def _do_nothing(grad: Tensor) -> None:
+    pass

@@ -25,8 +25,8 @@ from pipeloom.runtime.backward.boxes import Boxes, others_keep_saved
 from pipeloom.runtime.backward.budget import (
     bytes_of,
     bytes_saved,
-    storages,
     units_computed_early,
+    weight_storages,
 )
 from pipeloom.runtime.backward.compiled.halves import engine_is_compiled
 from pipeloom.runtime.backward.decide import Decision, decide
@@ -78,7 +78,7 @@ class SplitBackward:
         self.strict = strict
         self.stage = stage
         self.choice: Choice | None = None
-        self._decisions: dict[Key, Decision] = {}
+        self._decisions: dict[Key, list[Decision]] = {}  # that fit different saved tensors
         self._checked: set[Decision] = set()
         self._unused: set[str] = set()
         self._early: dict[Decision, frozenset[Unit]] = {}
@@ -187,8 +187,8 @@ class SplitBackward:
             if pending.overwritten:
                 raise self._error_at(
                     saved.microbatch,
-                    "I overwrote an activation that W needs, by a Function or a hook that works in "
-                    'place; use method="whole" for this stage',
+                    "I overwrote an activation or a gradient that W needs, by a Function or a hook "
+                    'that works in place; use method="whole" for this stage',
                     pending,
                     pending.overwritten,
                 )
@@ -245,11 +245,13 @@ class SplitBackward:
             known = replace(decision, suspects=(), uncovered=decision.suspects)
             self._report(known, saved.microbatch)
             self._decisions = {
-                key: known if value is decision else value for key, value in self._decisions.items()
+                key: [known if one is decision else one for one in decisions]
+                for key, decisions in self._decisions.items()
             }
         else:
             self._unused |= set(decision.suspects)
-            self._decisions = {k: v for k, v in self._decisions.items() if v is not decision}
+            for decisions in self._decisions.values():
+                decisions[:] = [one for one in decisions if one is not decision]
         return gradients
 
     def weight(self, saved: SavedMicrobatch) -> None:
@@ -272,20 +274,13 @@ class SplitBackward:
     def held_bytes(self, saved: SavedMicrobatch) -> int:
         if not isinstance(saved.pending, Pending):
             return 0
-        return bytes_of(saved.pending.tensors(), excluded=self._weight_storages())
-
-    def _weight_storages(self) -> set[int]:
-        return {
-            storage.data_ptr()
-            for tensor in (*self.module.parameters(), *self.module.buffers())
-            for storage in storages(tensor)
-        }
+        return bytes_of(saved.pending.tensors(), excluded=weight_storages(self.module))
 
     def _limit(self, graph: Graph, decision: Decision) -> float | None:
         """Bytes to keep at most between I and W, asked for once per shape of graph."""
         if self.hold_at_most is None or decision in self._early:
             return None
-        return self.hold_at_most * bytes_saved(graph, excluded=self._weight_storages())
+        return self.hold_at_most * bytes_saved(graph, excluded=weight_storages(self.module))
 
     def _choose_early(
         self, decision: Decision, pending: Pending, limit: float | None
@@ -295,7 +290,7 @@ class SplitBackward:
             others = [tensor for tensor in pending.tensors() if id(tensor) not in products]
             self._early[decision] = (
                 units_computed_early(
-                    pending.products, others, limit=limit, excluded=self._weight_storages()
+                    pending.products, others, limit=limit, excluded=weight_storages(self.module)
                 )
                 if limit
                 else frozenset()
@@ -323,9 +318,9 @@ class SplitBackward:
         self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool, hooked: bool
     ) -> Decision:
         key = (graph.shape, boxed, hooked, engine_is_compiled())
-        decision = self._decisions.get(key)
-        if decision is not None and decision.fits(graph):
-            return decision
+        for decision in self._decisions.get(key, ()):
+            if decision.fits(graph):
+                return decision
         decision = decide(
             graph,
             module=self.module,
@@ -342,10 +337,10 @@ class SplitBackward:
         if self.choice is None or len(decision.choice.deferred) > len(self.choice.deferred):
             self.choice = decision.choice
         self._wants_boxes = self._wants_boxes or decision.wants_boxes
-        if len(self._decisions) >= MOST_PLANS:
+        if sum(map(len, self._decisions.values())) >= MOST_PLANS:
             for remembered in (self._decisions, self._early, self._checked, self._without_hooks):
                 remembered.clear()
-        self._decisions[key] = decision
+        self._decisions.setdefault(key, []).append(decision)
         return decision
 
     def _report(self, decision: Decision, microbatch: int) -> None:
@@ -360,7 +355,7 @@ class SplitBackward:
 
     def _stop_splitting(self, decision: Decision, names: tuple[str, ...], microbatch: int) -> None:
         refused = decision.refused("its gradients differ from those of a full backward", names)
-        self._decisions = dict.fromkeys(self._decisions, refused)
+        self._decisions = {key: [refused] for key in self._decisions}
         self.choice = refused.choice
         self._report(refused, microbatch)
 

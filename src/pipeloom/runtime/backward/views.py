@@ -70,9 +70,8 @@ def _selected(base: Tensor, node: Any, output_nr: int) -> Tensor:
 
 def _sliced(base: Tensor, node: Any, output_nr: int) -> Tensor:
     every = [slice(None)] * base.dim()
-    every[signed(node._saved_dim)] = slice(
-        signed(node._saved_start), signed(node._saved_end), node._saved_step
-    )
+    ends = [end if end is None else signed(end) for end in (node._saved_start, node._saved_end)]
+    every[signed(node._saved_dim)] = slice(ends[0], ends[1], node._saved_step)
     return base[tuple(every)]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,9 @@ class Halves:
 
     def prepare(self, cut: Cut) -> None:
         """Compile I's half."""
-        if cut not in self._halves:
-            self._halves[cut] = self._compile(cut.graph, cut.reads)
+        with compile_lock():
+            if cut not in self._halves:
+                self._halves[cut] = self._compile(cut.graph, cut.reads)
 
     @contextmanager
     def asked(self, node: Any, cut: Cut) -> Iterator[Answer]:
@@ -121,20 +122,48 @@ class Halves:
         for place, (as_given, at) in enumerate(cut.values):
             if not as_given:
                 values[place] = results[at]
+        # Without the graph above them, which they would keep until W.
+        values = [one.detach() if isinstance(one, Tensor) else one for one in values]
         answer.values, answer.versions = values, _versions_of(values)
         outputs: list[Any] = [None] * cut.num_outputs
-        for at, place in enumerate(cut.gives):
-            outputs[place] = results[at]
+        gradients = results[: len(cut.gives)]
+        for place, gradient in zip(cut.gives, _counted_with(values, gradients), strict=True):
+            outputs[place] = gradient
         return outputs
 
     def prepare_whole(self) -> Run:
         """Compile it in one piece."""
-        if self._whole is None:
-            with torch._subclasses.fake_tensor.unset_fake_temporarily():
-                module = copy.deepcopy(self.module)  # compiling changes it
-            num_arguments = len(self.module.graph.find_nodes(op="placeholder"))
-            self._whole = self._compile(module, range(num_arguments))
-        return self._whole
+        with compile_lock():
+            if self._whole is None:
+                with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                    module = copy.deepcopy(self.module)  # compiling changes it
+                num_arguments = len(self.module.graph.find_nodes(op="placeholder"))
+                self._whole = self._compile(module, range(num_arguments))
+            return self._whole
+
+
+def compile_lock() -> AbstractContextManager[object]:
+    """What torch holds while it compiles: its compiler is not for several threads at once."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    held: AbstractContextManager[object] = lock
+    return held
+
+
+def _counted_with(values: Sequence[Any], results: Sequence[Any]) -> Iterator[Any]:
+    """The results, so that changes of those that share memory with a value are seen at the value.
+
+    Compiled code makes views of one buffer that count their changes apart.
+    """
+    plain = (one for one in values if type(one) is Tensor and one.layout is torch.strided)
+    by_memory = {one.untyped_storage()._cdata: one for one in plain}
+    for result in results:
+        is_plain = type(result) is Tensor and result.layout is torch.strided
+        value = by_memory.get(result.untyped_storage()._cdata) if is_plain else None
+        if value is None or value.dtype != result.dtype:
+            yield result
+        else:
+            yield value.as_strided(result.shape, result.stride(), result.storage_offset())
 
 
 def _versions_of(values: list[Any] | None) -> list[int]:
