@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import BackwardError
-from pipeloom.runtime.backward import choose_method
+from pipeloom.runtime.backward import choose_method, listeners
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_parameters,
@@ -96,6 +97,33 @@ def test_casts_that_autocast_keeps_are_not_taken_for_hooked_ones() -> None:
                 backward.weight(saved)
         three_layers().register_forward_hook(lambda *given: None)  # somewhere else
         assert not any(hooked for _, _, hooked, _ in backward._decisions), num
+
+
+def test_who_listens_is_asked_again_only_where_somebody_may_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hook on a parameter's place in the graph, which dies with the place."""
+    module, asked, heard = three_layers(), [], []
+    make = listeners._Pass.apply
+    monkeypatch.setattr(
+        listeners._Pass, "apply", lambda *given: (asked.append(len(given)), make(*given))[1]
+    )
+    backward = choose_method(module)
+    for _ in range(3):
+        one_step(backward, module, *x_of())
+    asked.clear()
+    for _ in range(3):
+        one_step(backward, module, *x_of())
+    assert not asked
+    place = get_gradient_edge(module[0].weight).node
+    place.register_hook(lambda *grads: heard.append(grads))
+    for num in (1, 2, 3):
+        one_step(backward, module, *x_of())
+        assert len(heard) == num
+    assert asked == [4, 1, 1, 1], "all are marked once, one is passed each time"
+    del place
+    one_step(backward, module, *x_of())
+    assert len(heard) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*there may be hooks on its tensors")

@@ -12,8 +12,9 @@ let go::
          ──► node held by nobody:    gone; the forward makes a new one, without a mark
 
 Who is not known to be silent is passed: all parameters if they are not those that were marked, or
-if somebody registered a hook, anywhere, since then. A reducer that is made while graphs of the
-stage are alive leaves no such trace; it is heard of from when none is.
+if somebody registered a hook, anywhere, since then. Reducers in C++ register hooks that nobody
+counts, so where there are process groups, nodes are marked anew each time. A reducer that is made
+while graphs of the stage are alive leaves no such trace; it is heard of from when none is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.runtime.backward.hook_count import HookCount
@@ -70,6 +72,8 @@ class Listeners:
         """Mark the nodes that are there, if no graph of the stage holds them."""
         if not self._parameters or any(held() is not None for held in self._in_flight.values()):
             return
+        if self._is_known() and not _reducers_may_come():
+            return
         alive = [reference() for reference in self._parameters.values()]
         trained = [p for p in alive if p is not None and p.requires_grad]
         if len(trained) < len(alive):  # some are gone, or frozen: begin anew
@@ -96,10 +100,19 @@ class Listeners:
     def tell(self, parameters: Mapping[int, tuple[Tensor, Any]]) -> None:
         """Pass those of the parameters, given with their nodes, that somebody may listen at."""
         if parameters.keys() <= self._parameters.keys():
-            if self._marked is self._parameters and self._num_hooks == self._hooks.current():
+            if self._is_known():
                 pass_parameters([one for one, node in parameters.values() if MARK in node.metadata])
                 return
         else:
             new = {key: ref(one) for key, (one, _) in parameters.items()}
             self._parameters = {**self._parameters, **new}
         pass_parameters([one for one, _ in parameters.values()])
+
+    def _is_known(self) -> bool:
+        """Whether nobody whose hooks are counted has come since the nodes were marked."""
+        return self._marked is self._parameters and self._num_hooks == self._hooks.current()
+
+
+def _reducers_may_come() -> bool:
+    """Whether there may be reducers, whose hooks nobody counts, since they are not in Python."""
+    return dist.is_available() and dist.is_initialized()

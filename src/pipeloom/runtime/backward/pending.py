@@ -76,6 +76,7 @@ class Pending:
     # Tensors of others that share memory with what products will use, in which a change would show
     # nowhere else: compiled code makes views that do not count along.
     shared: list[tuple[Edge, Tensor]] = field(default_factory=list)
+    sealed: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def edge(self, edge: Edge) -> GradientEdge:
@@ -102,12 +103,14 @@ class Pending:
 
     def seal(self) -> None:
         """Remember the contents of what W will use; nothing is added or removed from here on."""
-        self.versions = versions(self._used())
+        self.sealed = self._used()
+        self.versions = versions(self.sealed)
 
     def changed(self) -> list[Edge]:
-        """Where that enters the graph which was overwritten since."""
+        """Where that enters the graph which was overwritten since; W may let go of it then."""
         found: list[Edge] = []
-        if versions(self._used()) != self.versions:
+        sealed, self.sealed = self.sealed, []
+        if versions(sealed) != self.versions:
             remembered = iter(self.versions)
             for edges, tensors in self._used_at():
                 if versions(tensors) != [next(remembered) for _ in tensors]:
