@@ -65,6 +65,38 @@ def test_gradients_that_do_not_fit(
         backward.weight(saved)
 
 
+def fail(*given: object) -> None:
+    raise ArithmeticError("no such number")
+
+
+@every_method
+def test_errors_of_others_are_told_where_they_arose(method: str) -> None:
+    """As they are, with the place as a note."""
+    module, [x] = three_layers(), x_of()
+    leaf, grads = x.detach().requires_grad_(), [torch.ones(3, 4, dtype=DTYPE)]
+    backward = choose_method(module, method=method, stage=2)
+    with backward.forward():
+        hidden = module[1](module[0](leaf))
+        y = module[2](hidden)
+    saved = backward.save(microbatch=7, inputs=[leaf], outputs=[y])
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        backward.input(saved, grads)
+    assert caught.value.__notes__ == ["in the backward of stage 2, microbatch 7"]
+    handle = module[0].weight.register_post_accumulate_grad_hook(fail)
+    saved = saved_of(backward, module)
+    if method != "whole":
+        backward.input(saved, grads)
+    last = backward.input if method == "whole" else lambda saved, grads: backward.weight(saved)
+    with pytest.raises(ArithmeticError) as caught:
+        last(saved, grads)
+    assert caught.value.__notes__ == ["in the backward of stage 2, microbatch 7"]
+    with pytest.raises(BackwardError, match="a failed"):
+        backward.weight(saved)
+    handle.remove()
+
+
 @every_method
 def test_inputs_that_are_results_of_other_operations(method: str) -> None:
     module, [x] = three_layers(), x_of()

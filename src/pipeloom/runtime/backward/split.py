@@ -269,7 +269,8 @@ class SplitBackward:
                 pending,
                 changed,
             )
-        add_weight_gradients(pending, self._listeners)
+        with failed_unless_done(saved, self.stage):
+            add_weight_gradients(pending, self._listeners)
 
     def held_bytes(self, saved: SavedMicrobatch) -> int:
         if not isinstance(saved.pending, Pending):

@@ -151,4 +151,5 @@ class UserWeightBackward(WholeBackward):
     def weight(self, saved: SavedMicrobatch) -> None:
         super().weight(saved)
         runner, saved.pending = saved.pending, None
-        runner()
+        with failed_unless_done(saved, self.stage):
+            runner()
