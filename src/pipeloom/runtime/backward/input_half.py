@@ -56,7 +56,8 @@ def run_input(
             gradients, captured = run_engine(
                 graph, inputs, grads, plan.captures, mute=ends, keep_graph=bool(plan.reruns)
             )
-        captured = tuple(arrived.grads.get(place, grad) for place, grad in enumerate(captured))
+        if arrived.grads:
+            captured = tuple(arrived.grads.get(place, grad) for place, grad in enumerate(captured))
         arrivals = {
             position: grad
             for position, use in enumerate(plan.deferred)
