@@ -167,6 +167,55 @@ def test_a_backward_is_compiled_under_the_settings_of_its_forward(
     ]
 
 
+@pytest.mark.parametrize("backend", [EAGER, COMPILED])
+def test_returned_gradients_that_are_read_otherwise_than_what_waits(backend: str) -> None:
+    """The gradient of ``u`` is a lazy conjugate of a value that W keeps."""
+
+    class Conjugating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+        def forward(self, x: Tensor, u: Tensor) -> Tensor:
+            return x @ self.weight + u.conj()
+
+    torch.manual_seed(0)
+    module = Conjugating()
+    batches = [list(torch.randn(2, 4, 4, dtype=torch.complex128)) for _ in range(2)]
+    batches = [[one.requires_grad_() for one in batch] for batch in batches]
+    truth = accumulate(module, batches)
+    compile_all(module, backend)
+    gradients = run_split(choose_method(module), module, batches, truth)
+    assert_same_parameters(module, truth.module)
+    assert_same_inputs(gradients, truth.input_grads)
+
+
+@pytest.mark.parametrize("backend", [EAGER, COMPILED])
+def test_returned_gradients_may_be_used_as_any_others(backend: str) -> None:
+    module = Weights(lambda x, a: x @ a + x, (4, 4))
+    compile_all(module, backend)
+    backward = choose_method(module)
+    saved = run_forward(backward, module, x_of(4, 4), 0)
+    [dx] = backward.input(saved, [torch.ones(4, 4, dtype=DTYPE)])
+    assert not dx._is_view()
+    dx.detach_()
+    backward.weight(saved)
+
+
+def test_what_is_compiled_waits_for_nobody_who_compiles() -> None:
+    from torch._dynamo.convert_frame import compile_lock
+
+    module = Weights(lambda x, a: x @ a, (4, 4))
+    compile_all(module)
+    module(*x_of(3, 4)).sum().backward()
+    y = module(*x_of(3, 4))
+    thread = threading.Thread(target=y.sum().backward, daemon=True)
+    with compile_lock:
+        thread.start()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
 def test_gradients_that_nobody_left_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Weights(lambda x, a: x @ a, (4, 4))
     compile_all(module)

@@ -251,6 +251,37 @@ def test_without_gradients_and_in_the_other_mode_the_module_itself_runs(
     assert module.first.weight.grad is not None
 
 
+class GrowingTable(Layers):
+    """Makes its table longer for longer inputs, and keeps something to look at in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = torch.ones(1, 8), torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.table = 2 * torch.ones(len(x), 8)
+        if not self.training:
+            self.last = x.detach().sum()
+        return super().forward(x) * self.table[: len(x)]
+
+
+def test_attributes_that_an_evaluation_replaces() -> None:
+    torch.manual_seed(0)
+    module, recorder = GrowingTable(), OpRecorder()
+    CapturedStage(module, sample(recorder), num_slots=1, recorder=recorder)
+    [x] = batches(recorder, 1)
+    before = module(x.requires_grad_()).detach().clone()
+    module.eval()
+    module(torch.zeros(9, 8))
+    module.train()
+    assert len(module.table) == 9
+    assert torch.equal(module(x), before)
+    module.table = 3 * module.table  # by somebody else
+    with pytest.raises(BackwardError, match="other memory for table"):
+        module(x)
+
+
 def test_a_failed_step_gives_its_slots_back() -> None:
     torch.manual_seed(0)
     stages = [Layers(), Layers()]

@@ -175,6 +175,28 @@ class Keeping(Layers):
         return super().forward(x) * self.table
 
 
+def test_generators_of_any_kind() -> None:
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64())
+    try:
+        CapturedStage(Layers(), torch.zeros(4, 8), num_slots=1, recorder=OpRecorder())
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+class LazyTable(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(8), persistent=False)
+        return super().forward(x) * self.table
+
+
+def test_buffers_that_the_first_forward_makes() -> None:
+    x = torch.zeros(4, 8, requires_grad=True)
+    CapturedStage(LazyTable(), x, num_slots=1, recorder=OpRecorder())
+
+
 def test_tensors_that_are_kept_as_attributes() -> None:
     x = torch.zeros(4, 8, requires_grad=True)
     message = refusal(nn.Sequential(Keeping(again=True)), x)

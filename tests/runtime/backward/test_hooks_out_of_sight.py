@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import BackwardError
-from pipeloom.runtime.backward import choose_method, listeners
+from pipeloom.runtime.backward import choose_method, listeners, split
 from tests.runtime.backward.harness import (
     accumulate,
     assert_same_parameters,
@@ -83,6 +84,32 @@ def test_hooks_on_views_that_are_older_than_the_forward(
         out.backward(torch.ones_like(out))
         torch.testing.assert_close(module.weight.grad, plain.weight.grad)
         assert module.num_calls == plain.num_calls == num_steps
+
+
+def test_views_made_before_the_forward_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Module()
+    module.flat = nn.Parameter(torch.randn(2, 16, dtype=DTYPE))
+    views = [one.view(4, 4) for one in module.flat]
+    module.forward = lambda x: torch.tanh(x @ views[0]) @ views[1]
+    looked: list[bool] = []
+    look = split.weights_have_hooks
+
+    def watched(*given: Any, **options: Any) -> bool:
+        looked.append(look(*given, **options))
+        return looked[-1]
+
+    monkeypatch.setattr(split, "weights_have_hooks", watched)
+    backward = choose_method(module)
+    plain = module.flat.detach().clone().requires_grad_()
+    for _ in range(4):
+        [x] = x_of()
+        saved = run_forward(backward, module, [x], 0)
+        backward.input(saved, [torch.ones(3, 4, dtype=DTYPE)])
+        backward.weight(saved)
+        first, second = (one.view(4, 4) for one in plain)
+        (torch.tanh(x.detach() @ first) @ second).sum().backward()
+    torch.testing.assert_close(module.flat.grad, plain.grad)
+    assert looked == [True]
 
 
 def test_casts_that_autocast_keeps_are_not_taken_for_hooked_ones() -> None:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.runtime.backward import choose_method
 from pipeloom.runtime.backward.compiled.halves import Halves
 from tests.runtime.backward.compiling import COMPILED, EAGER, compile_all
-from tests.runtime.backward.harness import accumulate, assert_same_parameters, run_split
+from tests.runtime.backward.harness import accumulate, assert_same_parameters, run_forward
+from tests.runtime.backward.memory import bytes_of, watched_saves, weight_storages
 from tests.runtime.backward.small import every_method, one_step, three_layers, x_of
 from tests.runtime.backward.zoo import DTYPE
 
@@ -74,68 +75,55 @@ def test_nodes_that_save_their_own_result(kind: type[nn.Module], end: str, metho
 class Conditioned(nn.Module):
     """A branch whose own input needs no gradient, beside the data."""
 
-    def __init__(self, *, tokens: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.table = nn.Embedding(5, 8) if tokens else nn.Linear(8, 8)
         self.branch = nn.Sequential(
             nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8), nn.Tanh()
         )
 
     def forward(self, x: Tensor, beside: Tensor) -> Tensor:
-        return self.layer(x) + self.branch(self.table(beside))
+        return self.layer(x) + self.branch(beside)
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-def test_branches_beside_the_data_are_gone_through_in_i(tokens: bool) -> None:
+def test_what_a_branch_beside_the_data_keeps_until_w_is_counted() -> None:
     torch.manual_seed(0)
-    module = Conditioned(tokens=tokens).to(DTYPE)
-
-    def feed(grad: bool) -> list[Tensor]:
-        beside = torch.randint(5, (6,)) if tokens else torch.randn(6, 8, dtype=DTYPE)
-        return [*x_of(6, 8, grad=grad), beside]
-
-    held: list[int] = []
-    for grad in (True, False):
-        batches = [feed(grad) for _ in range(3)]
-        truth = accumulate(module, batches)
-        backward = choose_method(module, hold_at_most=None, self_check="numeric", strict=True)
-        run_split(
-            backward,
-            module,
-            batches,
-            truth,
-            after_input=lambda index, saved, by=backward: held.append(by.held_bytes(saved)),
-        )
-        assert_same_parameters(module, truth.module)
-        assert {"branch.0.weight", "branch.3.weight", "table.weight"} <= set(
-            backward.choice.deferred
-        )
-        assert set(backward.choice.computed_in_input) == {"branch.2.weight", "branch.2.bias"}
-        module.zero_grad()
-    assert len(set(held)) == 1, "as much as in a first stage"
+    module = Conditioned().to(DTYPE)
+    batches = [[*x_of(6, 8), torch.randn(6, 8, dtype=DTYPE)] for _ in range(2)]
+    truth = accumulate(module, batches)
+    with watched_saves() as alive:
+        backward = choose_method(module, self_check="off")
+        for index, inputs in enumerate(batches):
+            saved = run_forward(backward, module, inputs, index)
+            backward.input(saved, truth.output_grads[index])
+            kept = bytes_of(alive(), excluded=weight_storages(module))
+            counted = {t.untyped_storage().data_ptr() for t in saved.pending.tensors()}
+            assert not bytes_of(alive(), excluded=weight_storages(module) | counted)
+            assert backward.held_bytes(saved) > kept > 6 * (8 + 3 * 32) * 8
+            backward.weight(saved)
+            assert backward.held_bytes(saved) == 0
+            del saved
+    assert_same_parameters(module, truth.module)
 
 
-class FixedMatrix(nn.Module):
-    """A weight made by a product with a buffer: no activation, so it waits for W."""
+def test_held_bytes_answers_whatever_was_overwritten() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("mask", torch.randn(4, 4))
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) @ (self.weight @ self.mask)
-
-
-def test_products_with_buffers_are_no_branches() -> None:
-    module = FixedMatrix().to(DTYPE)
+    module = Normed().to(DTYPE)
     backward = choose_method(module)
-    for _ in range(2):
-        one_step(backward, module, *x_of())
-    assert backward.choice.deferred == ("weight",)
-    [decision] = [one for found in backward._decisions.values() for one in found]
-    assert len(decision.plan.deferred) == 1
+    saved = run_forward(backward, module, x_of(), 0)
+    backward.input(saved, [torch.ones(3, 4, dtype=DTYPE)])
+    before = backward.held_bytes(saved)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+    assert 0 < backward.held_bytes(saved) <= before
 
 
 def test_a_first_convolution_that_i_does_not_run_keeps_no_cast() -> None:
@@ -245,4 +233,4 @@ def test_two_kinds_of_microbatch_with_one_shape_of_graph_have_two_plans(
         run(plain, x.detach(), index).backward(torch.ones_like(y))
     assert_same_parameters(module, plain)
     assert [len(found) for found in backward._decisions.values()] == [2]
-    assert len(backward._early) == len(backward._without_hooks) == 2
+    assert len(backward._early) == len(backward._weights_hooked) == 2

@@ -58,7 +58,6 @@ def planned(name: str, how: str) -> tuple[Graph, Plan]:
         rerun=lambda node, kind: how == "reruns" and not hasattr(node, "saved_tensors"),
         packed=lambda node, recipe: is_packed(node, recipe.saved),
         halve=halve,
-        is_fixed=lambda node, recipe: False,
     )
     return graph, made
 

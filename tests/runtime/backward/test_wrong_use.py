@@ -97,6 +97,20 @@ def test_errors_of_others_are_told_where_they_arose(method: str) -> None:
     handle.remove()
 
 
+def test_one_error_that_is_raised_again_is_told_once() -> None:
+    module, error = three_layers(), ArithmeticError("always this one")
+
+    def fail_again(*given: object) -> None:
+        raise error
+
+    module[0].weight.register_hook(fail_again)
+    backward = choose_method(module, method="whole", stage=2)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError):
+            backward.full(saved_of(backward, module), [torch.ones(3, 4, dtype=DTYPE)])
+    assert error.__notes__ == ["in the backward of stage 2, microbatch 7"]
+
+
 @every_method
 def test_inputs_that_are_results_of_other_operations(method: str) -> None:
     module, [x] = three_layers(), x_of()

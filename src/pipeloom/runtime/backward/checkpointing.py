@@ -130,16 +130,19 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 
 def tensors_saved(nodes: Iterable[Any]) -> list[Tensor]:
-    """What nodes keep as it is."""
+    """What nodes keep as it is, as far as it may be looked at."""
     tensors: list[Tensor] = []
     for node in nodes:
         for name in saved_names(type(node)):
             if is_packed(node, name):
                 continue
             plain = name.replace("_raw", "", 1)
-            if plain == "_saved_tensors":  # a custom Function has them under their own name
-                plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
-            found = getattr(node, plain, None)
+            try:
+                if plain == "_saved_tensors":  # a custom Function has them under their own name
+                    plain = "saved_tensors" if hasattr(node, "saved_tensors") else plain
+                found = getattr(node, plain, None)
+            except RuntimeError:  # freed, or changed since: a backward that needs it will say so
+                continue
             many = found if isinstance(found, (list, tuple)) else (found,)
             tensors += [one for one in many if isinstance(one, Tensor)]
     return tensors

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from pipeloom.runtime.backward.budget import storages, weight_storages
 from pipeloom.runtime.backward.checkpointing import (
     allows_second_use,
     is_packed,
@@ -111,14 +110,6 @@ def decide(
             return False
         return True if allows_second_use(node) else None
 
-    own = weight_storages(module)
-
-    def is_fixed(node: Any, recipe: Recipe) -> bool:
-        if recipe.saved is None or is_packed(node, recipe.saved):
-            return False
-        other = getattr(node, recipe.saved.replace("_raw", "", 1))
-        return any(storage.data_ptr() in own for storage in storages(other))
-
     once = _why_once(graph, hooked=hooked)
 
     def may_run_again(node: Any, kind: str) -> bool:
@@ -144,7 +135,6 @@ def decide(
         rerun=may_run_again,
         packed=packed,
         halve=halve,
-        is_fixed=is_fixed,
     )
     wrong = structural_faults(graph.shape, plan) if check else set()
     if wrong:

@@ -45,8 +45,9 @@ def failed_unless_done(saved: SavedMicrobatch, stage: int | None) -> Iterator[No
                 stage=stage,
                 microbatch=saved.microbatch,
             ) from error
-        if not isinstance(error, PipeloomError):
-            error.add_note(f"in the backward of {where(stage, saved.microbatch)}")
+        note = f"in the backward of {where(stage, saved.microbatch)}"
+        if not isinstance(error, PipeloomError) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise
 
 

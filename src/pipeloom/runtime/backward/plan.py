@@ -136,7 +136,6 @@ def make_plan(
     rerun: Callable[[Any, str], bool],
     packed: Callable[[Any, Recipe], bool | None],
     halve: Halve,
-    is_fixed: Callable[[Any, Recipe], bool],
 ) -> Plan:
     """Decide, for one graph, what is deferred.
 
@@ -147,9 +146,8 @@ def make_plan(
     ``packed(node, recipe)`` says whether the activation is not there before its node runs
     (``None``: nor can it be taken then).
     ``halve(node, operands)`` cuts a compiled node, so that it leaves what it can of the operands.
-    ``is_fixed(node, recipe)`` says whether a product's other operand is a part of the module.
     """
-    regions = Regions(graph, is_fixed)
+    regions = Regions(graph)
     entries = regions.entries()
     group = regions.groups(entries)
     ways = find_ways(regions, entries, use_recipes=use_recipes, rerun=rerun, packed=packed)

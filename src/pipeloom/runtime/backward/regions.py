@@ -13,10 +13,10 @@ An *entry* is an operand of the first kind that leads to the second: there a wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from pipeloom.runtime.backward.recipes import RECIPES, Recipe, signed
+from pipeloom.runtime.backward.recipes import RECIPES, signed
 from pipeloom.runtime.backward.views import VIEW_TYPES
 from pipeloom.runtime.backward.walk import Edge, Graph, GraphShape, is_accumulate
 
@@ -43,9 +43,8 @@ class PlainTarget(NamedTuple):
 class Regions:
     """Which nodes of one graph are data, which lead to parameters only, and how."""
 
-    def __init__(self, graph: Graph, is_fixed: Callable[[Any, Recipe], bool]) -> None:
-        """``is_fixed(node, recipe)``: whether a product's other operand is a part of the module."""
-        self.nodes, self.is_fixed = graph.nodes, is_fixed
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = graph.nodes
         self.shape: GraphShape = graph.shape
         self.names = [kind.__name__ for kind in graph.shape.types]
         self.parents: list[list[int]] = [[] for _ in self.names]
@@ -69,12 +68,10 @@ class Regions:
 
         Where an output reaches no input (the first stage, whose tokens need no gradient), what lies
         below it counts as data up to the plain chains that lead to parameters: there too, I passes
-        through the activations and frees them. So it does in a branch beside the data whose own
-        input needs no gradient.
+        through the activations and frees them.
         """
         data = self.upward(self.inputs)
         started = [root for root, _ in self.shape.roots if root not in data]
-        started += self._branches(data)
         below: set[int] = set()
         while started:
             node = started.pop()
@@ -88,31 +85,6 @@ class Regions:
                 if child >= 0 and operand not in weights
             ]
         return self.upward(data | below)
-
-    def _branches(self, data: set[int]) -> set[int]:
-        """Where branches join the data that have activations of their own."""
-        starts = [
-            child
-            for node in data
-            for child, _ in self.shape.children[node]
-            if child >= 0 and child not in data and self.chain(child) is None
-        ]
-        if not starts:
-            return set()
-        below, _ = self.reaches(node for node in self.downward(starts) if self._is_fed(node))
-        return {start for start in starts if below[start]}
-
-    def _is_fed(self, node: int) -> bool:
-        """Whether a weight meets an activation here that needs no gradient."""
-        edges = self.shape.children[node]
-        return any(
-            operand < len(edges)
-            and edges[operand][0] >= 0
-            and not recipe.rides_along
-            and (recipe.partner is None or edges[recipe.partner][0] < 0)
-            and not self.is_fixed(self.nodes[node], recipe)
-            for operand, recipe in RECIPES.get(self.names[node], {}).items()
-        )
 
     def upward(self, start: Iterable[int]) -> set[int]:
         found = set(start)

@@ -86,7 +86,8 @@ class SplitBackward:
         self._wants_boxes = method == "graph"
         self._hooks = hooks
         self._num_hooks, self._first_node = hooks.current(), 0
-        self._without_hooks: dict[Decision, int] = {}  # how many hooks there were when it was seen
+        # Whether weights have hooks, by the plan without them, and how many hooks there were then.
+        self._weights_hooked: dict[Decision, tuple[int, bool]] = {}
         self._listeners = Listeners(hooks)
 
     # ── F ────────────────────────────────────────────────────────────────────────────────────────
@@ -308,12 +309,15 @@ class SplitBackward:
         if now != saved.num_hooks:
             return self._decide_for(graph, saved, boxed=boxed, hooked=True), True
         decision = self._decide_for(graph, saved, boxed=boxed, hooked=False)
-        if decision.plan is None or self._without_hooks.get(decision) == now:
+        if decision.plan is None:
             return decision, False
-        if weights_have_hooks(graph, decision.plan, since=saved.first_node):
-            return self._decide_for(graph, saved, boxed=boxed, hooked=True), True
-        self._without_hooks[decision] = now
-        return decision, False
+        then, hooked = self._weights_hooked.get(decision, (-1, False))
+        if then != now:
+            hooked = weights_have_hooks(graph, decision.plan, since=saved.first_node)
+            self._weights_hooked[decision] = now, hooked
+        if hooked:
+            decision = self._decide_for(graph, saved, boxed=boxed, hooked=True)
+        return decision, hooked
 
     def _decide_for(
         self, graph: Graph, saved: SavedMicrobatch, *, boxed: bool, hooked: bool
@@ -339,8 +343,8 @@ class SplitBackward:
             self.choice = decision.choice
         self._wants_boxes = self._wants_boxes or decision.wants_boxes
         if sum(map(len, self._decisions.values())) >= MOST_PLANS:
-            for remembered in (self._decisions, self._early, self._checked, self._without_hooks):
-                remembered.clear()
+            for known in (self._decisions, self._early, self._checked, self._weights_hooked):
+                known.clear()
         self._decisions.setdefault(key, []).append(decision)
         return decision
 

@@ -86,6 +86,8 @@ class Halves:
 
     def prepare(self, cut: Cut) -> None:
         """Compile I's half."""
+        if cut in self._halves:
+            return
         with compile_lock():
             if cut not in self._halves:
                 self._halves[cut] = self._compile(cut.graph, cut.reads)
@@ -133,6 +135,8 @@ class Halves:
 
     def prepare_whole(self) -> Run:
         """Compile it in one piece."""
+        if self._whole is not None:
+            return self._whole
         with compile_lock():
             if self._whole is None:
                 with torch._subclasses.fake_tensor.unset_fake_temporarily():
@@ -160,10 +164,22 @@ def _counted_with(values: Sequence[Any], results: Sequence[Any]) -> Iterator[Any
     for result in results:
         is_plain = type(result) is Tensor and result.layout is torch.strided
         value = by_memory.get(result.untyped_storage()._cdata) if is_plain else None
-        if value is None or value.dtype != result.dtype:
+        if value is None or _reads_otherwise(value, result):
             yield result
         else:
-            yield value.as_strided(result.shape, result.stride(), result.storage_offset())
+            seen = value.as_strided(result.shape, result.stride(), result.storage_offset())
+            yield seen.detach()  # no view: whoever gets it may do with it as with any gradient
+
+
+def _reads_otherwise(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors take the same memory for other numbers."""
+    return (
+        one.dtype != other.dtype
+        or one.is_conj() != other.is_conj()
+        or one.is_neg() != other.is_neg()
+        or one.is_conj()  # of which no view keeps the bit
+        or one.is_neg()
+    )
 
 
 def _versions_of(values: list[Any] | None) -> list[int]:

@@ -24,6 +24,7 @@ when the stage is captured; what may change afterwards is checked at every repla
     obstacles.py   what stands in the way of a capture
     traces.py      what a first run shows of that
     settings.py    what must be as it was at the capture
+    memory.py      and where
     recorder.py    who records: CUDA, or a test
 """
 

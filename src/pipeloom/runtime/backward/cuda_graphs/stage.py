@@ -19,6 +19,7 @@ from pipeloom.ir.occupancy import walk_occupancy
 from pipeloom.ir.products import ACTIVATION, RETAINED
 from pipeloom.ir.schedule import Schedule
 from pipeloom.runtime.backward.choose import choose_method
+from pipeloom.runtime.backward.cuda_graphs.memory import Memory
 from pipeloom.runtime.backward.cuda_graphs.obstacles import obstacles_before, stale_parameters
 from pipeloom.runtime.backward.cuda_graphs.recorder import CannotRecord, CudaRecorder, Recorder
 from pipeloom.runtime.backward.cuda_graphs.settings import Settings
@@ -113,14 +114,7 @@ class CapturedStage:
         self._grads: list[tuple[str, Tensor, Tensor]] = []
         backward = choose_method(module, stage=stage, **backward_options)
         self._capture(backward, sample)
-        self._memory = [
-            (holder, name, tensor, tensor.data_ptr())
-            for part in module.modules()
-            # Attributes as well: tables and masks that the code keeps for itself.
-            for holder in (part._parameters, part._buffers, vars(part))
-            for name, tensor in holder.items()
-            if isinstance(tensor, Tensor)
-        ]
+        self._memory = Memory(module)
         self._settings = Settings(module, self._recorder.device)
         self._anchor = torch.zeros((), device=self._recorder.device, requires_grad=True)
         module.forward = self._forward
@@ -131,6 +125,7 @@ class CapturedStage:
             self.module.forward = self._replaced
         else:
             vars(self.module).pop("forward", None)
+        self._free.clear()  # with the memory of the slots
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -241,7 +236,8 @@ class CapturedStage:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward is from now on."""
         if not torch.is_grad_enabled() or self.module.training != self._training:
-            return self._own_forward(*args, **kwargs)
+            with self._memory.used_by_own_code():
+                return self._own_forward(*args, **kwargs)
         given, layout = take_apart((args, kwargs))
         problems = find_differences(layout, self._arguments, root="arguments", said="captured")
         if problems:
@@ -279,11 +275,7 @@ class CapturedStage:
         return Lease(self._free)
 
     def _check_memory(self) -> None:
-        moved = [
-            name
-            for holder, name, tensor, address in self._memory
-            if holder.get(name) is not tensor or tensor.data_ptr() != address
-        ]
+        moved = self._memory.moved()
         if moved:
             raise BackwardError(
                 f"{self._where()} was captured with other memory for {', '.join(moved)}; change "

@@ -52,7 +52,7 @@ class Traces:
         found += [
             f"its forward puts another tensor in the place of buffer {name}; change it in place"
             for name, buffer in self._module.named_buffers()
-            if self._buffers.get(name) is not buffer
+            if not is_first and self._buffers.get(name) is not buffer
         ]
         found += [
             f"its forward keeps a new tensor as {name}, where a replay would leave that of another "
@@ -83,6 +83,5 @@ def _on_host(device: torch.device) -> tuple[Any, ...]:
     if device.type != "cpu":
         states.append(_on_device(torch.device("cpu")))
     if "numpy" in sys.modules:
-        _, keys, *rest = sys.modules["numpy"].random.get_state()
-        states += [keys.tobytes(), rest]
+        states.append(repr(sys.modules["numpy"].random.get_state(legacy=False)))
     return tuple(states)
