@@ -164,21 +164,17 @@ def _counted_with(values: Sequence[Any], results: Sequence[Any]) -> Iterator[Any
     for result in results:
         is_plain = type(result) is Tensor and result.layout is torch.strided
         value = by_memory.get(result.untyped_storage()._cdata) if is_plain else None
-        if value is None or _reads_otherwise(value, result):
+        if value is None or not _are_plain_views(value, result):
             yield result
         else:
             seen = value.as_strided(result.shape, result.stride(), result.storage_offset())
             yield seen.detach()  # no view: whoever gets it may do with it as with any gradient
 
 
-def _reads_otherwise(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors take the same memory for other numbers."""
-    return (
-        one.dtype != other.dtype
-        or one.is_conj() != other.is_conj()
-        or one.is_neg() != other.is_neg()
-        or one.is_conj()  # of which no view keeps the bit
-        or one.is_neg()
+def _are_plain_views(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with the same memory differ in nothing but sizes and strides."""
+    return one.dtype == other.dtype and not any(
+        tensor.is_conj() or tensor.is_neg() for tensor in (one, other)
     )
 
 

@@ -32,19 +32,21 @@ class Memory:
     """The parameters and buffers of a stage, and tables and masks that it keeps as attributes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._fixed: list[_Place] = []
-        self._attributes: list[_Place] = []
-        for part in module.modules():
-            self._fixed += [*_places(part._parameters), *_places(part._buffers)]
-            self._attributes += _places(vars(part))
+        parts = list(module.modules())
+        self._attributes = [place for part in parts for place in _places(vars(part))]
+        self._places = [
+            place
+            for part in parts
+            for holder in (part._parameters, part._buffers)
+            for place in _places(holder)
+        ]
+        self._places += self._attributes
         # Recordings read these, whatever the code puts in their place for its other runs.
         self._recorded = [place.tensor for place in self._attributes]
 
     def moved(self) -> list[str]:
         """What is no longer where it was."""
-        return [
-            place.name for place in (*self._fixed, *self._attributes) if not place.is_as_before()
-        ]
+        return [place.name for place in self._places if not place.is_as_before()]
 
     @contextmanager
     def used_by_own_code(self) -> Iterator[None]:
